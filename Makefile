@@ -1,0 +1,33 @@
+# Two commands do everything: `make demo` and `make test`. The rest serves whoever changes the code.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STORE  ?= local
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check format clean
+
+demo: $(STAMP)
+	$(BIN)/python -m tools.demo --store $(STORE)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The constraints file pins torch for our own environments only; the library accepts a range.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[test,demo]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

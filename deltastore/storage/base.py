@@ -1,0 +1,66 @@
+"""What a store needs of a place to keep objects: five calls, and what each one promises.
+
+Keys are relative, ``/``-separated, made of ``[A-Za-z0-9._-]``; no component starts with a dot. Objects are whole: a reader
+sees nothing or all of one. Everything raised is of ``deltastore.errors``; a call that raises plain
+``StorageError`` may or may not have had its effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Backend", "Buffer", "ObjectInfo"]
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object as a listing shows it: its key and its size in bytes."""
+
+    key: str
+    size: int
+
+
+class Backend(Protocol):
+    """A flat space of immutable objects under one URL."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, without secrets, for messages."""
+        ...
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """Return the whole object.
+
+        Raises ``ObjectNotFound`` when it is absent, ``CorruptObject`` when it is larger than ``limit`` bytes
+        (nothing over the limit is held in memory), ``StorageError`` otherwise.
+        """
+        ...
+
+    def write(self, key: str, data: Buffer) -> None:
+        """Store an object durably, replacing what is there; atomic for readers.
+
+        Only for keys that one attempt owns, and for hints.
+        """
+        ...
+
+    def create(self, key: str, data: Buffer) -> None:
+        """Store a small object durably if and only if the key is free: of any number of racers one succeeds.
+
+        Sent once, never retried here. Raises ``ObjectExists`` when the backend says the key is taken, and
+        ``StorageError`` when the outcome is unknown; the caller reads back in both cases.
+        """
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield every object whose key starts with ``prefix`` (a key prefix ending in ``/``, or ``""``), in any order."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; removing an absent one is no error."""
+        ...
