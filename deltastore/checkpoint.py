@@ -1,0 +1,227 @@
+"""A Hugging Face safetensors directory as memory-mapped tensors.
+
+Weights are one ``model.safetensors``, or the shards that an index names; everything else beside them that is not a
+weight file (config, tokenizer, …) are the checkpoint's other files. Nothing is copied whole: tensors are views of the map.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from .container import Header, header_size, parse_header
+from .errors import CheckpointError, CorruptObject
+from .snapshot import CHUNK_BYTES, Schema, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .digest import Hasher
+    from .snapshot import Digests
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+__all__ = ["Checkpoint", "Layout", "WeightFile", "is_safe_path", "open_checkpoint"]
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+_WHOLE = "model.safetensors"
+#: Weights in other formats, and weights that no index names: stale after the first update, so they are left behind.
+_OTHER_WEIGHTS = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".pkl", ".tmp"}
+)
+_MAX_INDEX_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One safetensors file: its name in the directory, its header's bytes, and what they say."""
+
+    name: str
+    header_bytes: bytes
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a checkpoint's tensors are spread over files. The same tensors in another layout are the same snapshot."""
+
+    files: tuple[WeightFile, ...]
+
+    def schema(self) -> Schema:
+        """Return the schema of all tensors; raises ``CorruptObject`` if two files hold the same name."""
+        return Schema(placed.spec for file in self.files for placed in file.header.tensors)
+
+
+class Checkpoint:
+    """An open checkpoint directory. Tensors are read-only views of memory-mapped files."""
+
+    def __init__(self, directory: Path, layout: Layout, other_files: tuple[str, ...]) -> None:
+        self.directory = directory
+        self.layout = layout
+        self.other_files = other_files
+        try:
+            self.schema = layout.schema()
+        except CorruptObject as error:
+            raise CheckpointError(f"The checkpoint {directory} cannot be used: {error}", key=str(directory)) from error
+        self._maps = {file.name: self._map(file) for file in layout.files}
+        self._places = {
+            placed.spec.name: (file.name, placed.start, placed.end)
+            for file in layout.files
+            for placed in file.header.tensors
+        }
+
+    def _map(self, file: WeightFile) -> Bytes:
+        path = self.directory / file.name
+        try:
+            if file.header.file_size != path.stat().st_size:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes; its header describes {file.header.file_size}: it is only half written.",
+                    key=str(path),
+                    hint="Wait until it is saved whole, or save it again.",
+                )
+            return np.memmap(path, np.uint8, "r")
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
+
+    def tensor(self, name: str) -> Bytes:
+        """Return a tensor's bytes: uint8 of shape (nbytes,), a read-only view."""
+        file, start, end = self._places[name]
+        return np.asarray(self._maps[file])[start:end]
+
+    def chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
+        """Return one chunk's bytes: uint8, a read-only view."""
+        start, end = spec.chunk_range(chunk)
+        return self.tensor(spec.name)[start:end]
+
+    def digests(
+        self, hash_function: Hasher, *, workers: int = 1, progress: Callable[[int], object] | None = None
+    ) -> Digests:
+        """Hash every chunk; returns uint8 of shape (chunks, digest size) in schema order.
+
+        ``progress`` is told the bytes hashed since the last call, from any thread.
+        """
+        table = np.empty((self.schema.chunks, hash_function.size), np.uint8)
+
+        def hash_run(run: tuple[TensorSpec, int, int]) -> None:
+            spec, first, end = run
+            number = self.schema.chunk_number(spec.name, first)
+            data = self.tensor(spec.name)
+            for chunk in range(first, end):
+                start, stop = spec.chunk_range(chunk)
+                digest = hash_function.digest(data[start:stop])
+                table[number + chunk - first] = np.frombuffer(digest, np.uint8)
+            if progress is not None:
+                progress(spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES)
+
+        with ThreadPoolExecutor(workers, thread_name_prefix="hash") as pool:
+            for _ in pool.map(hash_run, chunk_runs(self.schema)):
+                pass
+        return table
+
+    def read_other_file(self, name: str) -> bytes:
+        """Return the bytes of one of ``other_files``."""
+        path = self.directory / name
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
+
+
+def chunk_runs(schema: Schema, *, run: int = 16) -> Iterator[tuple[TensorSpec, int, int]]:
+    """Cut all tensors into runs of at most ``run`` chunks: (tensor, first chunk, chunk after the last)."""
+    for spec in schema:
+        for first in range(0, spec.chunks, run):
+            yield spec, first, min(first + run, spec.chunks)
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Open a checkpoint directory; raises ``CheckpointError`` when it is missing, torn or not in the format."""
+    root = Path(directory)
+    try:
+        entries = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint {root} cannot be opened: {error.strerror}.",
+            key=str(root),
+            hint="Give a directory with model.safetensors, or with shards and their index.",
+        ) from error
+    indexes = [name for name in entries if name.endswith(_INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise CheckpointError(f"{root} has several indexes: {', '.join(indexes)}.", key=str(root))
+    weight_map = _read_index(root / indexes[0]) if indexes else {}
+    names = sorted(set(weight_map.values())) if indexes else [_only_weight_file(root, entries)]
+    files = tuple(_read_weight_file(root, name) for name in names)
+    held = {placed.spec.name: file.name for file in files for placed in file.header.tensors}
+    for tensor, name in weight_map.items():
+        if held.get(tensor) != name:
+            index = root / indexes[0]
+            raise CheckpointError(f"{index} says that {name} holds {tensor!r}; it does not.", key=str(index))
+    return Checkpoint(root, Layout(files), tuple(_other_files(root)))
+
+
+def _only_weight_file(root: Path, entries: list[str]) -> str:
+    weights = [name for name in entries if name.endswith(".safetensors")]
+    if _WHOLE in weights:
+        return _WHOLE
+    if len(weights) == 1:
+        return weights[0]
+    found = f"several safetensors files and no index: {', '.join(weights[:4])}" if weights else "no safetensors file"
+    raise CheckpointError(
+        f"{root} has {found}.", key=str(root), hint="Save it with an index (model.safetensors.index.json)."
+    )
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        if path.stat().st_size > _MAX_INDEX_BYTES:
+            raise CheckpointError(f"{path} is too large for an index.", key=str(path))
+        weight_map = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not an index: {error}.", key=str(path)) from error
+    if unsafe := [name for name in weight_map.values() if "/" in name or not is_safe_path(name)]:
+        raise CheckpointError(f"{path} names {unsafe[0]!r}, which is no file beside it.", key=str(path))
+    return weight_map
+
+
+def _read_weight_file(root: Path, name: str) -> WeightFile:
+    path = root / name
+    try:
+        with path.open("rb") as stream:
+            prefix = stream.read(8)
+            data = prefix + stream.read(header_size(prefix, key=str(path)) - len(prefix))
+        return WeightFile(name, data, parse_header(data, key=str(path)))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
+    except CorruptObject as error:
+        raise CheckpointError(str(error), key=str(path), hint="Save the checkpoint again.") from error
+
+
+def _other_files(root: Path) -> Iterator[str]:
+    """Yield the relative names of all files that are neither weights nor hidden, in ascending order."""
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.suffix.lower() not in _OTHER_WEIGHTS and is_safe_path(name) and path.is_file():
+            yield name
+
+
+def is_safe_path(name: str) -> bool:
+    """Tell whether a name from outside may be used as a path below a directory of ours."""
+    parts = PurePosixPath(name).parts
+    return (
+        bool(parts)
+        and "/".join(parts) == name
+        and len(name.encode("utf-8", "replace")) <= 1024
+        and not any(part.startswith(".") or len(part.encode("utf-8", "replace")) > 255 for part in parts)
+        and not any(ord(char) < 32 or char in '\\:*?"<>|\x7f' for char in name)
+    )

@@ -1,0 +1,153 @@
+"""One chunk's change as bytes, and back: sparse, dense or full, chosen from counts. Pure.
+
+An unchanged chunk has no encoding: it is left out. Sparse and dense chunks add and take away the same way, so
+they lead from the new bytes back to the old ones too; a full chunk only leads to the new ones.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zstandard
+
+from ..errors import UsageError
+from . import kernels
+from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
+from .streams import StreamReader, StreamWriter
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, np.dtype[Any]]
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+__all__ = ["ChunkDecoder", "ChunkEncoder"]
+
+#: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
+_SPARSE_UP_TO = 4
+
+_ELEMENT = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_GAPS = struct.Struct("<I")
+
+
+def _elements(data: Bytes, width: int) -> Array:
+    # Read-only views everywhere: numba compiles a kernel anew for each mix of writable and read-only inputs.
+    view = data.view(_ELEMENT[width])
+    view.flags.writeable = False
+    return view
+
+
+class ChunkEncoder:
+    """Encodes chunks at one level. Keeps scratch memory of a few chunks: one encoder a thread."""
+
+    __slots__ = ("_scratch", "_streams")
+
+    def __init__(self, level: str = "fast") -> None:
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
+        self._streams = StreamWriter(LEVELS[level])
+        self._scratch = np.empty(0, np.uint8)
+
+    def change(self, old: Bytes, new: Bytes, *, width: int) -> EncodedChunk | None:
+        """Encode the change between two versions of a chunk: uint8 of the same length, a multiple of ``width`` bytes.
+
+        Returns ``None`` when nothing changed.
+        """
+        old_elements, new_elements = _elements(old, width), _elements(new, width)
+        changed = kernels.count_changes(old_elements, new_elements)
+        if not changed:
+            return None
+        if changed * _SPARSE_UP_TO <= new_elements.size:
+            return self._sparse(old_elements, new_elements, changed)
+        if kernels.count_far(old_elements, new_elements) * 4 > new_elements.size:
+            return self._planes(Encoding.FULL, new_elements, changed)
+        differences = np.empty_like(new_elements)
+        kernels.zigzag(old_elements, new_elements, differences)
+        return self._planes(Encoding.DENSE, differences, changed)
+
+    def full(self, new: Bytes, *, width: int) -> EncodedChunk:
+        """Encode a chunk by itself: uint8 of a multiple of ``width`` bytes, not empty."""
+        elements = _elements(new, width)
+        return self._planes(Encoding.FULL, elements, elements.size)
+
+    def _take_scratch(self, size: int) -> Bytes:
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch[:size]
+
+    def _sparse(self, old: Array, new: Array, changed: int) -> EncodedChunk:
+        width = new.itemsize
+        gaps_limit, signs_size = changed + new.size // 255 + 1, (changed + 7) // 8
+        scratch = self._take_scratch(gaps_limit + signs_size + width * changed)
+        gaps = scratch[:gaps_limit]
+        signs = scratch[gaps_limit : gaps_limit + signs_size]
+        signs[:] = 0
+        planes = scratch[gaps_limit + signs_size :].reshape(width, changed)
+        gaps_size = kernels.extract_sparse(old, new, gaps, signs, planes)
+        pieces = [_GAPS.pack(gaps_size)]
+        for stream in (gaps[:gaps_size], signs, *planes):
+            self._streams.append(pieces, stream)
+        return EncodedChunk(Encoding.SPARSE, changed, b"".join(pieces))
+
+    def _planes(self, encoding: Encoding, values: Array, changed: int) -> EncodedChunk:
+        values.flags.writeable = False
+        planes = self._take_scratch(values.nbytes).reshape(values.itemsize, values.size)
+        kernels.split_planes(values, planes)
+        pieces: list[bytes] = []
+        for plane in planes:
+            self._streams.append(pieces, plane)
+        return EncodedChunk(encoding, changed, b"".join(pieces))
+
+
+class ChunkDecoder:
+    """Applies encoded chunks. One decoder a thread."""
+
+    __slots__ = ("_decompressor",)
+
+    def __init__(self) -> None:
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def apply(
+        self, out: Bytes, encoding: int, changed: int, payload: memoryview, *, width: int, inverse: bool = False
+    ) -> None:
+        """Turn the old bytes of a chunk in ``out`` (writable uint8) into the new ones, in place; back if ``inverse``.
+
+        Raises ``DamagedChunk`` when the payload breaks the format or does not fit; ``out`` is then undefined.
+        """
+        elements = out.view(_ELEMENT[width])
+        if not 1 <= changed <= elements.size:
+            raise DamagedChunk(f"it claims {changed} changes in {elements.size} elements")
+        reader = StreamReader(payload, self._decompressor)
+        if encoding == Encoding.SPARSE:
+            self._apply_sparse(elements, reader, changed, inverse)
+        elif encoding == Encoding.DENSE:
+            differences = self._join(reader, elements)
+            kernels.add_zigzag(elements, differences, inverse)
+        elif encoding == Encoding.FULL and not inverse:
+            elements[:] = self._join(reader, elements)
+        else:
+            raise DamagedChunk(f"it has the encoding {encoding}, which does not apply {'backwards' * inverse}".rstrip())
+        reader.finish()
+
+    @staticmethod
+    def _apply_sparse(elements: Array, reader: StreamReader, changed: int, inverse: bool) -> None:
+        (gaps_size,) = _GAPS.unpack(reader.take(_GAPS.size))
+        if not changed <= gaps_size <= changed + elements.size // 255:
+            raise DamagedChunk(f"it has {gaps_size} gap bytes for {changed} changes")
+        gaps = reader.next(gaps_size)
+        signs = reader.next((changed + 7) // 8)
+        planes = np.empty((elements.itemsize, changed), np.uint8)
+        for plane in planes:
+            plane[:] = reader.next(changed)
+        if kernels.apply_sparse(elements, gaps, signs, planes, inverse):
+            raise DamagedChunk("its gaps lead outside the chunk, or do not fit the number of changes")
+
+    @staticmethod
+    def _join(reader: StreamReader, like: Array) -> Array:
+        planes = np.empty((like.itemsize, like.size), np.uint8)
+        for plane in planes:
+            plane[:] = reader.next(like.size)
+        values = np.empty_like(like)
+        kernels.join_planes(values, planes)
+        values.flags.writeable = False
+        return values

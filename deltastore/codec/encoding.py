@@ -1,0 +1,32 @@
+"""The words of the codec: encodings, levels, and an encoded chunk. Light: imports no kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["LEVELS", "DamagedChunk", "EncodedChunk", "Encoding"]
+
+#: Compression levels by name, and the zstd level behind each.
+LEVELS = {"fast": 1, "max": 12}
+
+
+class Encoding(IntEnum):
+    """How a chunk's change is stored; the numbers are those of the format."""
+
+    SPARSE = 1
+    DENSE = 2
+    FULL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """One chunk's change: how it is stored, how many elements changed, and the stored bytes."""
+
+    encoding: Encoding
+    changed: int
+    payload: bytes
+
+
+class DamagedChunk(Exception):  # noqa: N818 - an inner signal; callers turn it into CorruptObject with the object's key
+    """An encoded chunk breaks the format. Carries a sentence about what is wrong."""

@@ -1,0 +1,232 @@
+"""The hot loops, compiled by numba, without the GIL.
+
+Each kernel takes one chunk as unsigned integers of the element width (uint8, uint16, uint32 or uint64) and is linear in its
+length. Inputs are read-only arrays, outputs writable ones that the caller made large enough; the decoding kernel
+whose input holds positions checks each of them and answers with a status instead of touching anything outside.
+
+Streams (docs/format.md, section 4):
+
+- gaps: for each changed element the number of unchanged ones before it, as bytes; 255 means "255 more, read on".
+- signs: one bit a changed element, least significant first, set where ``new - old`` is negative.
+- planes: byte ``k`` of each value in row ``k``: of magnitudes less one, zigzag differences, or new values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = [
+    "add_zigzag",
+    "apply_sparse",
+    "count_changes",
+    "count_far",
+    "extract_sparse",
+    "join_planes",
+    "split_planes",
+    "zigzag",
+]
+
+_LANES = 32
+
+_jit = numba.njit(nogil=True, cache=True)
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba's decorators are untyped
+def _changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
+    """Compare 32 elements of two arrays from ``start``: a uint32 whose bit ``i`` is set where element ``i`` differs.
+
+    One vector compare in LLVM's own terms, so that each machine uses the widest registers it has; numba's loop
+    vectoriser does not find this form by itself.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(signature.args[0].dtype.bitwidth), _LANES)
+
+        def load(kind: Any, value: Any) -> Any:
+            data = context.make_array(kind)(context, builder, value).data
+            lanes = builder.load(builder.bitcast(builder.gep(data, [arguments[2]]), vector.as_pointer()))
+            lanes.align = 1  # tensors in a mapped file start anywhere
+            return lanes
+
+        old_lanes = load(signature.args[0], arguments[0])
+        new_lanes = load(signature.args[1], arguments[1])
+        return builder.bitcast(builder.icmp_unsigned("!=", old_lanes, new_lanes), ir.IntType(_LANES))
+
+    return types.uint32(old, new, start), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba's decorators are untyped
+def _lowest_bit(_typing: Any, mask: Any) -> Any:
+    """Return the number of the lowest set bit of a non-zero uint32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        number = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+        return builder.zext(number, ir.IntType(64))
+
+    return types.intp(mask), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba's decorators are untyped
+def _count_bits(_typing: Any, mask: Any) -> Any:
+    """Return how many bits of a uint32 are set."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.zext(builder.ctpop(arguments[0]), ir.IntType(64))
+
+    return types.intp(mask), generate
+
+
+@_jit
+def count_changes(old: Array, new: Array) -> int:
+    """Count the elements that differ."""
+    changed = 0
+    whole = old.size - old.size % _LANES
+    for start in range(0, whole, _LANES):
+        changed += _count_bits(_changed_lanes(old, new, start))
+    for i in range(whole, old.size):
+        if old[i] != new[i]:
+            changed += 1
+    return changed
+
+
+@_jit
+def count_far(old: Array, new: Array) -> int:
+    """Count the elements whose difference, either way, is more than an eighth of the value range."""
+    width = old.itemsize
+    eighth = old.dtype.type(1 << (8 * width - 3))
+    quarter = old.dtype.type(1 << (8 * width - 2))
+    far = 0
+    for i in range(old.size):
+        shifted = old.dtype.type(old.dtype.type(new[i] - old[i]) + eighth)
+        if shifted > quarter:
+            far += 1
+    return far
+
+
+@numba.njit(nogil=True, inline="always")
+def _emit(
+    old: Array, new: Array, i: int, following: int, found: int, length: int, gaps: Array, signs: Array, planes: Array
+) -> int:
+    """Append one changed element to the streams; return the new length of the gap stream."""
+    width = old.itemsize
+    gap = i - following
+    while gap >= 255:
+        gaps[length] = 255
+        length += 1
+        gap -= 255
+    gaps[length] = gap
+    difference = old.dtype.type(new[i] - old[i])
+    if difference >> (8 * width - 1):
+        signs[found >> 3] |= np.uint8(1 << (found & 7))
+        difference = old.dtype.type(old[i] - new[i])
+    magnitude = old.dtype.type(difference - old.dtype.type(1))
+    for plane in range(width):
+        planes[plane, found] = np.uint8((magnitude >> (8 * plane)) & 255)
+    return length + 1
+
+
+@_jit
+def extract_sparse(old: Array, new: Array, gaps: Array, signs: Array, planes: Array) -> int:
+    """Write gaps, signs and magnitude planes of the changed elements; return the length of the gap stream.
+
+    ``gaps``: uint8 (changed + elements // 255 + 1,); ``signs``: uint8 ((changed + 7) // 8,), zeroed;
+    ``planes``: uint8 (width, changed).
+    """
+    found = 0
+    length = 0
+    following = 0
+    whole = old.size - old.size % _LANES
+    for start in range(0, whole, _LANES):
+        mask = _changed_lanes(old, new, start)
+        while mask:
+            i = start + _lowest_bit(mask)
+            mask = np.uint32(mask & (mask - np.uint32(1)))
+            length = _emit(old, new, i, following, found, length, gaps, signs, planes)
+            following = i + 1
+            found += 1
+    for i in range(whole, old.size):
+        if old[i] != new[i]:
+            length = _emit(old, new, i, following, found, length, gaps, signs, planes)
+            following = i + 1
+            found += 1
+    return length
+
+
+@_jit
+def apply_sparse(out: Array, gaps: Array, signs: Array, planes: Array, inverse: bool) -> int:
+    """Add the coded differences to ``out`` (or take them away).
+
+    ``signs``: uint8 ((changed + 7) // 8,); ``planes``: uint8 (width, changed). Returns 0, or what is wrong: 1: a position
+    outside the chunk; 2: gaps and changed elements differ in number.
+    """
+    width = out.itemsize
+    count = planes.shape[1]
+    found = 0
+    position = 0
+    for j in range(gaps.size):
+        gap = gaps[j]
+        position += gap
+        if gap == 255:
+            continue
+        if position >= out.size:
+            return 1
+        if found >= count:
+            return 2
+        magnitude = out.dtype.type(1)
+        for plane in range(width):
+            magnitude = out.dtype.type(magnitude + (out.dtype.type(planes[plane, found]) << (8 * plane)))
+        negative = (signs[found >> 3] >> (found & 7)) & 1
+        if (negative != 0) != inverse:
+            out[position] = out.dtype.type(out[position] - magnitude)
+        else:
+            out[position] = out.dtype.type(out[position] + magnitude)
+        position += 1
+        found += 1
+    return 0 if found == count else 2
+
+
+@_jit
+def zigzag(old: Array, new: Array, out: Array) -> None:
+    """Write the zigzag differences of all elements: 0, -1, 1, -2, 2 … become 0, 1, 2, 3, 4 …."""
+    top = 8 * old.itemsize - 1
+    for i in range(old.size):
+        difference = old.dtype.type(new[i] - old[i])
+        negative = old.dtype.type(old.dtype.type(0) - old.dtype.type(difference >> top))
+        out[i] = old.dtype.type(old.dtype.type(difference << 1) ^ negative)
+
+
+@_jit
+def add_zigzag(out: Array, differences: Array, inverse: bool) -> None:
+    """Add zigzag differences of all elements to ``out`` (or take them away)."""
+    one = out.dtype.type(1)
+    for i in range(out.size):
+        negative = out.dtype.type(out.dtype.type(0) - out.dtype.type(differences[i] & one))
+        difference = out.dtype.type(out.dtype.type(differences[i] >> one) ^ negative)
+        out[i] = out.dtype.type(out[i] - difference) if inverse else out.dtype.type(out[i] + difference)
+
+
+@_jit
+def split_planes(values: Array, planes: Array) -> None:
+    """Write all values as byte planes: uint8 (width, elements)."""
+    for plane in range(values.itemsize):
+        for i in range(values.size):
+            planes[plane, i] = np.uint8((values[i] >> (8 * plane)) & 255)
+
+
+@_jit
+def join_planes(out: Array, planes: Array) -> None:
+    """Build all values from their byte planes: uint8 (width, elements)."""
+    for i in range(out.size):
+        out[i] = planes[0, i]
+    for plane in range(1, out.itemsize):
+        for i in range(out.size):
+            out[i] |= out.dtype.type(planes[plane, i]) << out.dtype.type(8 * plane)

@@ -1,0 +1,227 @@
+"""Making a stream: the base is hashed, stored as anchor 0, and committed with the stream's own record."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .attempt import Attempt
+from .checkpoint import Checkpoint, chunk_runs
+from .clock import now
+from .codec.chunk import ChunkEncoder
+from .commit import commit
+from .container import build_header
+from .digest import DEFAULT_HASH, Hasher, hasher
+from .errors import ObjectExists, ObjectNotFound, StorageError, StreamExists, VersionConflict
+from .manifest import (
+    BASE_VERSION,
+    FILES,
+    FORMAT,
+    HEADERS,
+    MAX_MANIFEST_BYTES,
+    MODEL,
+    Component,
+    Manifest,
+    StreamRecord,
+    encode_manifest,
+    manifest_key,
+)
+from .part import ChunkRow
+from .patch import default_workers, run_in_order
+from .reader import Store
+from .snapshot import CHUNK_BYTES, Schema, TensorSpec, snapshot_id
+from .spool import Spool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .manifest import ObjectRef
+    from .storage import Backend
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Content = Callable[[TensorSpec, int], Bytes]
+
+__all__ = ["create_stream"]
+
+
+def create_stream(
+    backend: Backend,
+    base: Checkpoint,
+    *,
+    hash_name: str = DEFAULT_HASH,
+    upload_base: bool = True,
+    workers: int | None = None,
+    spool: Path | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> Store:
+    """Start a stream from a base checkpoint and return it open; version 0 is its only version.
+
+    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``spool`` is where encoded parts
+    wait on disk. Raises ``StreamExists`` when the place is taken; nothing is changed then.
+    """
+    _refuse_taken(backend)
+    _refuse_untrustworthy(backend)
+    hash_function = hasher(hash_name)
+    stream_id = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="deltastore-", dir=spool) as directory:
+        attempt = Attempt(
+            backend,
+            Spool(Path(directory)),
+            stream_id=stream_id,
+            version=BASE_VERSION,
+            hash_function=hash_function,
+        )
+        anchor = _Anchor(attempt, hash_function, workers=workers or default_workers(), progress=progress)
+        try:
+            anchor.add(MODEL, base.schema, base.chunk, store=upload_base)
+            if upload_base:
+                anchor.add_files(FILES, {name: base.read_other_file(name) for name in base.other_files})
+                anchor.add_files(HEADERS, {file.name: file.header_bytes for file in base.layout.files})
+            attempt.wait_uploaded()
+            manifest = Manifest(
+                format=FORMAT,
+                stream_id=stream_id,
+                version=BASE_VERSION,
+                kind="base",
+                commit_id=secrets.token_hex(16),
+                attempt_id=attempt.attempt_id,
+                writer_epoch=1,
+                created_at=now(),
+                components=anchor.components,
+                stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas),
+            )
+            key = manifest_key(BASE_VERSION)
+            commit(backend, key, encode_manifest(manifest, hash_function=hash_function), limit=MAX_MANIFEST_BYTES)
+        except VersionConflict as error:
+            attempt.abandon()
+            raise _taken(backend) from error
+        except BaseException:
+            attempt.abandon()
+            raise
+        attempt.drop_spool()
+    return Store(backend, manifest)
+
+
+def _taken(backend: Backend) -> StreamExists:
+    return StreamExists(
+        f"{backend.url} already holds a stream.", key=backend.url, hint="Publish to it, or use another place."
+    )
+
+
+def _refuse_taken(backend: Backend) -> None:
+    try:
+        backend.read(manifest_key(BASE_VERSION), limit=MAX_MANIFEST_BYTES)
+    except ObjectNotFound:
+        return
+    raise _taken(backend)
+
+
+def _refuse_untrustworthy(backend: Backend) -> None:
+    """Refuse a place where an exclusive creation overwrites: two writers would each believe that they had won."""
+    key = f"probes/{secrets.token_hex(16)}"
+    backend.create(key, b"first")
+    try:
+        backend.create(key, b"second")
+    except ObjectExists:
+        kept = True
+    except StorageError:
+        kept = backend.read(key, limit=16) == b"first"
+    else:
+        kept = False
+    backend.delete(key)
+    if not kept:
+        raise StorageError(
+            f"{backend.url} does not create objects exclusively.",
+            key=backend.url,
+            hint="Use a local directory or an S3 service with conditional writes.",
+        )
+
+
+class _Anchor:
+    """Version 0's components, each encoded whole, in one pass over its bytes."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        hash_function: Hasher,
+        *,
+        workers: int,
+        progress: Callable[[str, int, int], object] | None,
+    ) -> None:
+        self.components: dict[str, Component] = {}
+        self.schemas: dict[str, ObjectRef] = {}
+        self._attempt = attempt
+        self._hash = hash_function
+        self._workers = workers
+        self._progress = progress
+        self._local = threading.local()
+
+    def add(self, name: str, schema: Schema, content: Content, *, store: bool) -> None:
+        """Add a component; ``store=False`` keeps only its digests."""
+        digests = np.zeros((schema.chunks, self._hash.size), np.uint8)
+
+        def encode(run: tuple[TensorSpec, int, int]) -> tuple[int, list[ChunkRow]]:
+            return self._encode(schema, run, content, digests, store=store)
+
+        done = 0
+        for size, rows in run_in_order(encode, chunk_runs(schema), workers=self._workers, name="encode"):
+            self._attempt.add(rows, name)
+            done += size
+            if self._progress is not None and name == MODEL:
+                self._progress("base", done, schema.nbytes)
+        self.schemas[name] = self._attempt.put_object(f"{name}-schema.json", schema.to_json())
+        self.components[name] = Component(
+            snapshot_id=snapshot_id(schema, digests, self._hash),
+            snapshot_bytes=schema.nbytes,
+            total_elements=schema.elements,
+            changed_elements=schema.elements,
+            parts=self._attempt.close_component(name),
+            invertible=False,
+            digests=self._put_table(name, digests),
+        )
+
+    def add_files(self, name: str, files: dict[str, bytes]) -> None:
+        """Add small files as a component: each a U8 tensor under the file's relative name."""
+        schema = Schema(TensorSpec(path, "U8", (len(data),)) for path, data in files.items())
+
+        def content(spec: TensorSpec, chunk: int) -> Bytes:
+            start, end = spec.chunk_range(chunk)
+            return np.frombuffer(files[spec.name], np.uint8)[start:end]
+
+        self.add(name, schema, content, store=True)
+
+    def _put_table(self, name: str, digests: np.ndarray[Any, np.dtype[np.uint8]]) -> ObjectRef:
+        header = build_header([("digests", "U8", digests.shape)], {"format": "deltastore.digests/1", "component": name})
+        return self._attempt.put_object(f"{name}-digests.safetensors", header + digests.tobytes())
+
+    def _encode(
+        self,
+        schema: Schema,
+        run: tuple[TensorSpec, int, int],
+        content: Content,
+        digests: np.ndarray[Any, np.dtype[np.uint8]],
+        *,
+        store: bool,
+    ) -> tuple[int, list[ChunkRow]]:
+        local = self._local
+        if not hasattr(local, "encoder"):
+            local.encoder = ChunkEncoder()
+            local.buffer = np.empty(CHUNK_BYTES, np.uint8)
+        spec, first, end = run
+        position = schema.position(spec.name)
+        rows = []
+        for chunk in range(first, end):
+            data = content(spec, chunk)
+            # A private copy: bytes and digest stay one even if somebody writes to the file meanwhile.
+            buffer = local.buffer[: data.size]
+            np.copyto(buffer, data)
+            digest = self._hash.digest(buffer)
+            digests[int(schema.first_chunk[position]) + chunk] = np.frombuffer(digest, np.uint8)
+            if store:
+                rows.append(ChunkRow(position, chunk, local.encoder.full(buffer, width=spec.width), b"", digest))
+        return spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES, rows

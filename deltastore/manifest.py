@@ -1,0 +1,281 @@
+"""The records a store is made of: manifests, with the stream's own record inside the first. Pure.
+
+A manifest is two lines: canonical JSON (fields in ascending order, no spaces) and that line's digest. Unknown fields are
+ignored (a later release may add some); an unknown format version or required feature is refused. docs/format.md, section
+6, lists every field.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from .digest import HASHES, Hasher, hasher
+from .errors import CorruptObject, UnsupportedFormat
+
+if TYPE_CHECKING:
+    from .storage.base import Buffer
+
+__all__ = [
+    "BASE_VERSION",
+    "FEATURES",
+    "FILES",
+    "FORMAT",
+    "HEADERS",
+    "LATEST_KEY",
+    "MAX_MANIFEST_BYTES",
+    "MAX_PART_BYTES",
+    "MAX_SCHEMA_BYTES",
+    "MAX_TABLE_BYTES",
+    "MODEL",
+    "Component",
+    "LatestHint",
+    "Manifest",
+    "ObjectRef",
+    "PartRef",
+    "Scalar",
+    "StreamRecord",
+    "encode_latest",
+    "encode_manifest",
+    "manifest_key",
+    "parse_latest",
+    "parse_manifest",
+    "part_key",
+]
+
+FORMAT = 1
+#: Required features that this release knows; an object that lists another one is refused.
+FEATURES: frozenset[str] = frozenset()
+
+BASE_VERSION = 0
+LATEST_KEY = "LATEST"
+MAX_VERSION = 10**10 - 1
+
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_PART_BYTES = 64 << 20
+MAX_SCHEMA_BYTES = 512 << 20
+MAX_TABLE_BYTES = 1 << 30
+
+#: The component that holds the model's weights; every version has it.
+MODEL = "model"
+#: Components of version 0 only: the base's other files, and the headers of its weight files, as U8 tensors.
+FILES, HEADERS = "files", "headers"
+
+Scalar = str | int | float | bool | None
+
+_Identifier = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Digest = Annotated[str, Meta(pattern=r"^(xxh3-128:[0-9a-f]{32}|blake3:[0-9a-f]{64})\Z")]
+_Key = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*\Z", max_length=512)]
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+_Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
+_Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,62}\Z")]
+_Time = Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?Z\Z")]
+
+
+class ObjectRef(msgspec.Struct, frozen=True):
+    """An immutable object: its key, its size in bytes, and the digest of its bytes."""
+
+    key: _Key
+    size: _Count
+    digest: _Digest
+
+
+class PartRef(msgspec.Struct, frozen=True):
+    """A part: an ``ObjectRef`` that also tells how many encoded chunks it holds."""
+
+    key: _Key
+    size: Annotated[int, Meta(ge=1, le=MAX_PART_BYTES)]
+    digest: _Digest
+    chunks: _Count
+
+
+class Component(msgspec.Struct, frozen=True):
+    """What one version says of one component: the snapshot it becomes, and the parts that lead there.
+
+    ``digests`` is the table of all chunk digests (version 0 only). ``invertible`` tells whether the parts also lead back.
+    """
+
+    snapshot_id: _Digest
+    snapshot_bytes: _Count
+    total_elements: _Count
+    changed_elements: _Count
+    parts: tuple[PartRef, ...]
+    invertible: bool
+    digests: ObjectRef | None = None
+
+
+class StreamRecord(msgspec.Struct, frozen=True):
+    """What holds for the whole stream; stands in the manifest of version 0.
+
+    ``schemas`` names the schema object of each component.
+    """
+
+    hash: str
+    chunk_bytes: _Count
+    schemas: dict[_Name, ObjectRef]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The commit record of one version."""
+
+    format: int
+    stream_id: _Identifier
+    version: _Version
+    kind: Literal["base", "delta"]
+    commit_id: _Identifier
+    attempt_id: _Identifier
+    writer_epoch: Annotated[int, Meta(ge=1, le=2**62)]
+    created_at: _Time
+    components: dict[_Name, Component]
+    parent_version: _Version | None = None
+    parent_commit_id: _Identifier | None = None
+    parent_snapshot_id: _Digest | None = None
+    step: Annotated[int, Meta(ge=-(2**62), le=2**62)] | None = None
+    metadata: dict[str, Scalar] = {}
+    required_features: tuple[str, ...] = ()
+    stream: StreamRecord | None = None
+
+    @property
+    def model(self) -> Component:
+        """The component that holds the weights."""
+        return self.components[MODEL]
+
+    @property
+    def snapshot_id(self) -> str:
+        """The id of the model's snapshot."""
+        return self.model.snapshot_id
+
+    @property
+    def anchored(self) -> bool:
+        """Whether the store can build this version from nothing."""
+        return self.kind == "base" and bool(self.model.parts or not self.model.snapshot_bytes)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parts that this version brought."""
+        return sum(part.size for component in self.components.values() for part in component.parts)
+
+
+class LatestHint(msgspec.Struct, frozen=True):
+    """A hint at the newest version; readers gallop on from it and do without it."""
+
+    stream_id: _Identifier
+    version: _Version
+
+
+_Record = TypeVar("_Record")
+
+
+def encode_manifest(manifest: Manifest, *, hash_function: Hasher) -> bytes:
+    """Return a manifest as it is stored: its canonical JSON, and the digest of that line."""
+    line = msgspec.json.encode(manifest, order="sorted")
+    return b"%b\n%b\n" % (line, hash_function.of(line).encode())
+
+
+def encode_latest(hint: LatestHint) -> bytes:
+    """Return the hint as it is stored."""
+    return msgspec.json.encode(hint, order="sorted")
+
+
+def manifest_key(version: int) -> str:
+    """Return the key of a version's manifest."""
+    return f"manifests/{version:010d}.json"
+
+
+def part_key(version: int, attempt_id: str, name: str) -> str:
+    """Return the key of an object that one attempt at ``version`` owns."""
+    return f"parts/{version:010d}/{attempt_id}/{name}"
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    format: int
+    required_features: tuple[str, ...] = ()
+
+
+def _decode(data: Buffer, kind: type[_Record], key: str) -> _Record:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptObject(f"{key} is damaged: {error}.", key=key) from error
+
+
+def parse_manifest(data: Buffer, *, version: int) -> Manifest:
+    """Parse the manifest found under the key of ``version``; everything in it is checked.
+
+    Raises ``UnsupportedFormat`` for a format or feature of a later release, ``CorruptObject`` for anything else.
+    """
+    key = manifest_key(version)
+    line = _checked_line(bytes(data), key)
+    envelope = _decode(line, _Envelope, key)
+    unknown = sorted(set(envelope.required_features) - FEATURES)
+    if envelope.format != FORMAT or unknown:
+        needs = f"the features {', '.join(unknown)}" if unknown else f"format {envelope.format}"
+        raise UnsupportedFormat(f"{key} needs {needs}.", key=key, hint="Use a newer release of deltastore.")
+    manifest = _decode(line, Manifest, key)
+    problem = _problem(manifest, version)
+    if problem:
+        raise CorruptObject(f"{key} is damaged: {problem}.", key=key)
+    return manifest
+
+
+def _checked_line(data: bytes, key: str) -> bytes:
+    line, _, rest = data.partition(b"\n")
+    name, _, _ = rest.partition(b":")
+    known = name.decode("ascii", "replace")
+    if known not in HASHES or rest != hasher(known).of(line).encode() + b"\n":
+        raise CorruptObject(
+            f"{key} is damaged: its digest does not fit.", key=key, hint="Run `deltastore check` on the store."
+        )
+    return line
+
+
+def _problem(manifest: Manifest, version: int) -> str | None:
+    """Say what contradicts itself in a manifest whose fields are each well-formed."""
+    is_base = version == BASE_VERSION
+    parents = (manifest.parent_version, manifest.parent_commit_id, manifest.parent_snapshot_id)
+    if manifest.version != version:
+        return f"it says that it is version {manifest.version}"
+    if (manifest.kind == "base") != is_base or (manifest.stream is not None) != is_base:
+        return "only version 0 is a base, and it alone describes the stream"
+    if MODEL not in manifest.components:
+        return "it has no model component"
+    if is_base:
+        if any(parent is not None for parent in parents):
+            return "a base has no parent"
+        if manifest.stream is not None and (problem := _stream_problem(manifest.stream, manifest)):
+            return problem
+    elif manifest.parent_version != version - 1 or None in parents:
+        return "it does not name its parent"
+    own = re.compile(rf"parts/{version:010d}/{manifest.attempt_id}/[A-Za-z0-9._-]+\Z")
+    for component in manifest.components.values():
+        if component.changed_elements > component.total_elements:
+            return "it changed more elements than there are"
+        if any(not own.match(part.key) for part in component.parts):
+            return "it names a part of another attempt"
+    return None
+
+
+def _stream_problem(stream: StreamRecord, manifest: Manifest) -> str | None:
+    if stream.hash not in HASHES:
+        return f"the hash {stream.hash!r} is unknown"
+    if set(stream.schemas) != set(manifest.components):
+        return "components and schemas differ"
+    references = [*stream.schemas.values()]
+    for component in manifest.components.values():
+        if component.digests is None:
+            return "a base component has no digest table"
+        references.append(component.digests)
+    if any(not reference.digest.startswith(f"{stream.hash}:") for reference in references):
+        return "it mixes hash functions"
+    return None
+
+
+def parse_latest(data: Buffer) -> LatestHint | None:
+    """Parse the hint; anything that is not one is no hint."""
+    try:
+        return msgspec.json.decode(data, type=LatestHint)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

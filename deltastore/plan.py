@@ -1,0 +1,125 @@
+"""Routes from one version to another. Pure.
+
+Forward through deltas, backward through the same deltas where they lead back, or from the anchor: whichever
+stores the fewest bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from .errors import CorruptObject, StreamMismatch, VersionNotFound
+from .manifest import BASE_VERSION, MODEL, manifest_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .manifest import Manifest, PartRef
+
+__all__ = ["Plan", "Step", "check_link", "make_plan", "versions_needed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One hop: the manifest whose parts are applied, and the way they are applied."""
+
+    kind: Literal["anchor", "delta", "inverse"]
+    manifest: Manifest
+
+    @property
+    def start(self) -> int | None:
+        """The version the hop starts from; ``None`` for an anchor, which needs nothing."""
+        if self.kind == "anchor":
+            return None
+        return self.manifest.version if self.kind == "inverse" else self.manifest.version - 1
+
+    @property
+    def end(self) -> int:
+        """The version the hop leads to."""
+        return self.manifest.version - 1 if self.kind == "inverse" else self.manifest.version
+
+    @property
+    def parts(self) -> tuple[PartRef, ...]:
+        """The model's parts that have to be fetched."""
+        return self.manifest.model.parts
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of those parts."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A route: hops that follow each other, and the snapshot they end at."""
+
+    start: int | None
+    end: int
+    snapshot_id: str
+    steps: tuple[Step, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that have to be fetched."""
+        return sum(step.stored_bytes for step in self.steps)
+
+    @property
+    def from_anchor(self) -> bool:
+        """Whether the route starts from an anchor, so that nothing local is needed."""
+        return bool(self.steps) and self.steps[0].kind == "anchor"
+
+
+def versions_needed(start: int | None, end: int) -> range:
+    """Return the versions whose manifests ``make_plan`` looks at."""
+    if start is not None and start <= end:
+        return range(start, end + 1)
+    return range(BASE_VERSION, max(start or 0, end) + 1)
+
+
+def make_plan(start: int | None, end: int, manifests: Mapping[int, Manifest]) -> Plan:
+    """Choose the route with the fewest stored bytes from ``start`` (``None``: from nothing) to ``end``.
+
+    ``manifests`` holds those of ``versions_needed``. Raises ``VersionNotFound`` when no route leads there.
+    """
+    routes: list[tuple[Step, ...]] = []
+    if start is not None and start <= end:
+        routes.append(tuple(Step("delta", manifests[version]) for version in range(start + 1, end + 1)))
+    else:
+        base = manifests[BASE_VERSION]
+        if base.anchored:
+            deltas = (Step("delta", manifests[version]) for version in range(BASE_VERSION + 1, end + 1))
+            routes.append((Step("anchor", base), *deltas))
+        if start is not None:
+            back = [manifests[version] for version in range(start, end, -1)]
+            if all(manifest.model.invertible for manifest in back):
+                routes.append(tuple(Step("inverse", manifest) for manifest in back))
+    if not routes:
+        raise VersionNotFound(
+            f"No route leads from {'nothing' if start is None else f'version {start}'} to version {end}: the store has no anchor.",
+            hint="Give the base checkpoint with --base.",
+        )
+    steps = min(routes, key=lambda route: sum(step.stored_bytes for step in route))
+    return Plan(start, end, manifests[end].snapshot_id, steps)
+
+
+def check_link(parent: Manifest, child: Manifest) -> None:
+    """Raise unless ``child`` is the next version after ``parent`` in one history."""
+    key = manifest_key(child.version)
+    if child.stream_id != parent.stream_id:
+        raise StreamMismatch(
+            f"{key} belongs to the stream {child.stream_id}, its parent to {parent.stream_id}.",
+            key=key,
+            hint="The store was mixed with another one; restore it from a backup.",
+        )
+    problem = None
+    if child.parent_commit_id != parent.commit_id:
+        problem = f"it follows the commit {child.parent_commit_id}, but version {parent.version} is {parent.commit_id}"
+    elif child.parent_snapshot_id != parent.snapshot_id:
+        problem = f"it follows the snapshot {child.parent_snapshot_id}, but version {parent.version} is {parent.snapshot_id}"
+    elif child.writer_epoch < parent.writer_epoch:
+        problem = f"its writer's epoch {child.writer_epoch} is below its parent's {parent.writer_epoch}"
+    elif set(child.components) != {MODEL}:
+        problem = f"it has the components {sorted(child.components)}, of which this release knows only {MODEL!r}"
+    if problem:
+        raise CorruptObject(f"{key} breaks the chain: {problem}.", key=key, hint="Run `deltastore check` on the store.")

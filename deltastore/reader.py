@@ -1,0 +1,330 @@
+"""Reading a store: which versions there are, how to get to one, and building it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .container import header_size, parse_header
+from .digest import hasher
+from .errors import BaseMismatch, CorruptObject, ObjectNotFound, StoreNotFound, UsageError, VersionNotFound
+from .manifest import (
+    BASE_VERSION,
+    FILES,
+    HEADERS,
+    LATEST_KEY,
+    MAX_MANIFEST_BYTES,
+    MAX_SCHEMA_BYTES,
+    MAX_TABLE_BYTES,
+    MAX_VERSION,
+    MODEL,
+    manifest_key,
+    parse_latest,
+    parse_manifest,
+)
+from .plan import check_link, make_plan, versions_needed
+from .snapshot import CHUNK_BYTES, Schema, snapshot_id, tensor_digests
+from .spool import read_object
+from .storage import open_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from .checkpoint import Checkpoint, Layout
+    from .digest import Hasher
+    from .manifest import Manifest, StreamRecord
+    from .part import Part
+    from .patch import Patch
+    from .plan import Plan, Step
+    from .snapshot import Digests
+    from .spool import Spool
+    from .storage import Backend
+
+__all__ = ["Store", "open_store"]
+
+#: Small objects read side by side when a whole history is read.
+_READERS = 16
+_FETCHERS = 4
+
+
+class Store:
+    """A stream in a store, for reading. Thread-safe; remembers manifests, which never change."""
+
+    def __init__(self, backend: Backend, base: Manifest) -> None:
+        if base.stream is None:
+            raise CorruptObject("The base manifest has no stream record.", key=manifest_key(BASE_VERSION))
+        self.backend = backend
+        self.base = base
+        self.stream: StreamRecord = base.stream
+        self.hash: Hasher = hasher(base.stream.hash)
+        self._manifests = {BASE_VERSION: base}
+        self._schemas: dict[str, Schema] = {}
+        if base.stream.chunk_bytes != CHUNK_BYTES:
+            raise CorruptObject(
+                f"The stream has chunks of {base.stream.chunk_bytes} bytes; format 1 has {CHUNK_BYTES}.",
+                key=manifest_key(BASE_VERSION),
+            )
+
+    @property
+    def stream_id(self) -> str:
+        """The stream's random id."""
+        return self.base.stream_id
+
+    def schema(self, component: str = MODEL) -> Schema:
+        """Return the tensors of a component."""
+        if component not in self._schemas:
+            reference = self.stream.schemas[component]
+            data = read_object(self.backend, reference, limit=MAX_SCHEMA_BYTES)
+            self._schemas[component] = Schema.from_json(data, key=reference.key)
+        return self._schemas[component]
+
+    def base_digests(self, component: str = MODEL) -> Digests:
+        """Return the chunk digests of version 0: uint8 of shape (chunks, digest size), proven against its snapshot id."""
+        entry = self.base.components[component]
+        if entry.digests is None:
+            raise CorruptObject(f"The base has no digests of {component}.", key=manifest_key(BASE_VERSION))
+        key = entry.digests.key
+        data = read_object(self.backend, entry.digests, limit=MAX_TABLE_BYTES)
+        header = parse_header(data, key=key)
+        schema = self.schema(component)
+        shape = (schema.chunks, self.hash.size)
+        if [placed.spec.shape for placed in header.tensors] != [shape] or header.file_size != len(data):
+            raise CorruptObject(f"{key} is no digest table of shape {list(shape)}.", key=key)
+        table = np.frombuffer(data, np.uint8, offset=header.size).reshape(shape)
+        if snapshot_id(schema, table, self.hash) != entry.snapshot_id:
+            raise CorruptObject(f"{key} does not hold the digests of the base.", key=key)
+        return table
+
+    # Versions
+
+    def manifest(self, version: int) -> Manifest:
+        """Return a version's manifest; raises ``VersionNotFound`` when the stream has no such version."""
+        known = self._manifests.get(version)
+        if known is not None:
+            return known
+        found = self._read_manifest(version)
+        if found is None:
+            raise VersionNotFound(
+                f"There is no version {version} in {self.backend.url}.",
+                key=manifest_key(max(version, 0)),
+                hint="`deltastore log` lists the versions there are.",
+            )
+        return found
+
+    def _read_manifest(self, version: int) -> Manifest | None:
+        if not BASE_VERSION <= version <= MAX_VERSION:
+            return None
+        if version in self._manifests:
+            return self._manifests[version]
+        try:
+            data = self.backend.read(manifest_key(version), limit=MAX_MANIFEST_BYTES)
+        except ObjectNotFound:
+            return None
+        manifest = parse_manifest(data, version=version)
+        if manifest.stream_id != self.stream_id:
+            raise CorruptObject(
+                f"{manifest_key(version)} belongs to another stream.",
+                key=manifest_key(version),
+                hint="The store was mixed with another one; restore it from a backup.",
+            )
+        for parent, child in ((version - 1, version), (version, version + 1)):
+            pair = {**self._manifests, version: manifest}
+            if parent in pair and child in pair:
+                check_link(pair[parent], pair[child])
+        self._manifests[version] = manifest
+        return manifest
+
+    def next(self, version: int) -> Manifest | None:
+        """Return the manifest after ``version`` if it exists: one read, which is all that a steady poll needs."""
+        return self._read_manifest(version + 1)
+
+    def latest(self, *, at_least: int = BASE_VERSION) -> Manifest:
+        """Return the newest version's manifest: from a known or hinted version by galloping, without a listing."""
+        start = max(at_least, self._hint())
+        low = start if self._read_manifest(start) is not None else BASE_VERSION
+        stride = 1
+        while self._read_manifest(low + stride) is not None:
+            low += stride
+            stride *= 2
+        high = low + stride
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._read_manifest(middle) is not None:
+                low = middle
+            else:
+                high = middle
+        return self.manifest(low)
+
+    def _hint(self) -> int:
+        try:
+            hint = parse_latest(self.backend.read(LATEST_KEY, limit=1024))
+        except (ObjectNotFound, CorruptObject):
+            return BASE_VERSION
+        return hint.version if hint is not None and hint.stream_id == self.stream_id else BASE_VERSION
+
+    def resolve(self, version: str | int) -> Manifest:
+        """Return the manifest of ``latest``, a number, or ``tag:NAME``."""
+        if isinstance(version, int):
+            return self.manifest(version)
+        if version == "latest":
+            return self.latest()
+        if version.isascii() and version.isdigit():
+            return self.manifest(int(version))
+        if version.startswith("tag:"):
+            raise VersionNotFound(f"There is no {version} in {self.backend.url}.", hint="Give a number or latest.")
+        raise UsageError(f"{version!r} is no version.", hint="Give a number, latest or tag:NAME.")
+
+    def manifests(self, versions: Iterable[int]) -> dict[int, Manifest]:
+        """Read many manifests side by side."""
+        wanted = [version for version in versions if version not in self._manifests]
+        if wanted:
+            with ThreadPoolExecutor(_READERS, thread_name_prefix="manifests") as pool:
+                list(pool.map(self.manifest, wanted))
+        return self._manifests
+
+    def log(self, *, last: int | None = None) -> list[Manifest]:
+        """Return all manifests, oldest first, each proven to follow the one before; only the newest ``last`` if given."""
+        newest = self.latest().version
+        first = BASE_VERSION if last is None else max(BASE_VERSION, newest + 1 - last)
+        known = self.manifests(range(first, newest + 1))
+        history = [known[version] for version in range(first, newest + 1)]
+        for parent, child in zip(history, history[1:], strict=False):
+            check_link(parent, child)
+        return history
+
+    def find_snapshot(self, snapshot_id: str) -> Manifest | None:
+        """Return the newest version with this snapshot, or ``None``."""
+        return next((entry for entry in reversed(self.log()) if entry.snapshot_id == snapshot_id), None)
+
+    def plan(self, start: int | None, end: int) -> Plan:
+        """Return the cheapest route from ``start`` (``None``: from nothing) to ``end``."""
+        self.manifest(end)
+        if start is not None:
+            self.manifest(start)
+        wanted = versions_needed(start, end)
+        known = self.manifests(wanted)
+        for version in wanted[1:]:
+            check_link(known[version - 1], known[version])
+        return make_plan(start, end, known)
+
+    # Bytes
+
+    def fetch(
+        self, plan: Plan, spool: Spool, *, workers: int = _FETCHERS, progress: Callable[[int], object] | None = None
+    ) -> int:
+        """Bring all parts of a plan into a spool, verified; returns the bytes downloaded."""
+        parts = (part for step in plan.steps for part in step.parts)
+        return spool.fetch_all(self.backend, parts, workers=workers, progress=progress)
+
+    def patch(self, plan: Plan, spool: Spool, *, before: Digests | None) -> Patch:
+        """Chain the fetched parts of a plan, proven from the digests ``before`` to the plan's snapshot."""
+        from .patch import Patch  # noqa: PLC0415 - brings numba, which `log` and `show` do without
+
+        patch = Patch(self.schema(), self.hash, before=None if plan.from_anchor else before)
+        for step in plan.steps:
+            parts = self._parts(step, spool)
+            if step.kind == "anchor":
+                patch.add_anchor(parts)
+            else:
+                patch.add_delta(parts, inverse=step.kind == "inverse")
+        patch.seal(plan.snapshot_id)
+        return patch
+
+    def _parts(self, step: Step, spool: Spool) -> list[Part]:
+        from .part import PartIdentity, parse_part  # noqa: PLC0415 - only where parts are read
+
+        identity = PartIdentity(self.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
+        return [
+            parse_part(spool.open(reference), identity, self.schema(), self.hash, key=reference.key)
+            for reference in step.parts
+        ]
+
+    def base_files(self, component: str) -> dict[str, bytes]:
+        """Return the base's other files (``files``) or its weight files' headers (``headers``), by relative name."""
+        from .basefiles import read_base_files  # noqa: PLC0415 - brings numba, which `log` and `show` do without
+
+        return read_base_files(self, component)
+
+    def layout(self) -> Layout:
+        """Return how the base's tensors are spread over files, as the store remembers it."""
+        from .checkpoint import Layout, WeightFile  # noqa: PLC0415 - only where files are written
+
+        key = manifest_key(BASE_VERSION)
+        files = []
+        for name, data in self.base_files(HEADERS).items():
+            if header_size(data, key=key) != len(data):
+                raise CorruptObject(f"The stored header of {name} has a wrong length.", key=key)
+            files.append(WeightFile(name, data, parse_header(data, key=key)))
+        layout = Layout(tuple(files))
+        if layout.schema() != self.schema():
+            raise CorruptObject("The stored headers do not describe the stream's tensors.", key=key)
+        return layout
+
+    def check_base(self, checkpoint: Checkpoint, digests: Digests) -> None:
+        """Raise ``BaseMismatch``, naming the first tensors that differ, unless a checkpoint is the stream's base."""
+        check_schema(self.schema(), checkpoint)
+        if snapshot_id(self.schema(), digests, self.hash) == self.base.snapshot_id:
+            return
+        wanted = tensor_digests(self.schema(), self.base_digests(), self.hash)
+        found = tensor_digests(self.schema(), digests, self.hash)
+        names = tuple(
+            spec.name for spec, one, other in zip(self.schema(), wanted, found, strict=True) if one != other
+        )
+        raise BaseMismatch(
+            f"The checkpoint {checkpoint.directory} is not the stream's base: {len(names)} of {len(found)} tensors differ, "
+            f"first {', '.join(names[:3])}.",
+            tensors=names[:10],
+            key=str(checkpoint.directory),
+            hint="Use the checkpoint that the stream was initialised with.",
+        )
+
+    def restore(
+        self,
+        version: int,
+        directory: str | Path,
+        *,
+        base: str | Path | None = None,
+        workers: int | None = None,
+        progress: Callable[[str, int, int], object] | None = None,
+    ) -> Manifest:
+        """Build a version as a complete checkpoint directory; nothing is left behind if it fails.
+
+        ``base`` is a checkpoint that holds any version of the stream; without one the store's anchor is used.
+        ``progress`` is told (what, bytes done, bytes in all). Raises ``UsageError`` when ``directory`` is not empty.
+        """
+        from .restore import restore  # noqa: PLC0415 - brings numba, which `log` and `show` do without
+
+        return restore(self, version, Path(directory), base=base, workers=workers, progress=progress)
+
+
+def check_schema(schema: Schema, checkpoint: Checkpoint) -> None:
+    """Raise ``BaseMismatch`` naming the first tensors unless a checkpoint has exactly the schema's tensors."""
+    lines = schema.differences(checkpoint.schema)
+    if lines:
+        raise BaseMismatch(
+            f"The checkpoint {checkpoint.directory} does not fit the stream: {'; '.join(lines[:3])}"
+            + (f"; and {len(lines) - 3} more." if len(lines) > 3 else "."),
+            tensors=tuple(line.split(" is ", 1)[0] for line in lines[:10]),
+            key=str(checkpoint.directory),
+            hint="Use the checkpoint that the stream was initialised with.",
+        )
+
+
+def open_store(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Store:
+    """Open the stream at a URL for reading; raises ``StoreNotFound`` when there is none."""
+    backend = open_backend(str(url), storage_options=storage_options)
+    return store_at(backend)
+
+
+def store_at(backend: Backend) -> Store:
+    """Open the stream in a backend; raises ``StoreNotFound`` when there is none."""
+    try:
+        data = backend.read(manifest_key(BASE_VERSION), limit=MAX_MANIFEST_BYTES)
+    except ObjectNotFound as error:
+        raise StoreNotFound(
+            f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`."
+        ) from error
+    return Store(backend, parse_manifest(data, version=BASE_VERSION))

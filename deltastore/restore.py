@@ -1,0 +1,171 @@
+"""Building a version as a complete checkpoint directory, from a local checkpoint of the stream or from an anchor."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .errors import CheckpointError, UsageError
+from .manifest import FILES
+from .materialize import DirectoryWriter, sync_directory, write_file
+from .patch import default_workers
+from .reader import check_schema
+from .snapshot import snapshot_id
+from .spool import Spool, disk_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .manifest import Manifest
+    from .plan import Plan
+    from .reader import Store
+    from .snapshot import Digests
+
+    Progress = Callable[[str, int, int], object]
+
+__all__ = ["Source", "build_checkpoint", "identify", "restore"]
+
+
+class Source:
+    """A local checkpoint known to hold a version of the stream: the checkpoint, that version, its chunk digests."""
+
+    __slots__ = ("checkpoint", "digests", "version")
+
+    def __init__(self, checkpoint: Checkpoint, version: int, digests: Digests) -> None:
+        self.checkpoint = checkpoint
+        self.version = version
+        self.digests = digests
+
+
+def _counter(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
+    if progress is None:
+        return None
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(what, done, total)
+
+    return advance
+
+
+def identify(
+    store: Store, directory: str | Path, *, workers: int, progress: Progress | None = None
+) -> Source:
+    """Open a checkpoint and find out, by hashing all of it, which version of the stream it holds.
+
+    Raises ``BaseMismatch``, naming the first tensors that differ from the base, when it holds none.
+    """
+    checkpoint = open_checkpoint(directory)
+    check_schema(store.schema(), checkpoint)
+    digests = checkpoint.digests(
+        store.hash, workers=workers, progress=_counter(progress, "verify", checkpoint.schema.nbytes)
+    )
+    found = snapshot_id(checkpoint.schema, digests, store.hash)
+    if found == store.base.snapshot_id:
+        return Source(checkpoint, store.base.version, digests)
+    match = store.find_snapshot(found)
+    if match is None:
+        store.check_base(checkpoint, digests)
+        raise CheckpointError(f"The checkpoint {directory} changed while it was read.", key=str(directory))
+    return Source(checkpoint, match.version, digests)
+
+
+def build_checkpoint(
+    store: Store,
+    plan: Plan,
+    source: Source | None,
+    directory: Path,
+    *,
+    spool: Spool,
+    workers: int,
+    progress: Progress | None = None,
+) -> Digests:
+    """Write the version that a fetched plan ends at into an empty ``directory``, durably; returns its chunk digests.
+
+    With a source the directory takes its files' layout and its other files, else those that the store keeps of the base.
+    Every chunk is hash-checked before it is written.
+    """
+    patch = store.patch(plan, spool, before=source.digests if source else None)
+    layout = source.checkpoint.layout if source else store.layout()
+    if source:
+        other_files = {name: source.checkpoint.read_other_file(name) for name in source.checkpoint.other_files}
+        read = source.checkpoint.chunk
+    else:
+        other_files = store.base_files(FILES)
+        read = _nothing
+    try:
+        for name, data in other_files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, data)
+    except OSError as error:
+        raise disk_error(error, directory) from error
+    with DirectoryWriter(directory, layout) as writer:
+        patch.run(
+            read,
+            writer.write,
+            everything=True,
+            workers=workers,
+            progress=_counter(progress, "patch", store.schema().nbytes),
+        )
+        writer.sync()
+    return patch.after
+
+
+def _nothing(*_: object) -> None:
+    raise AssertionError("a plan that starts from an anchor reads no old bytes")
+
+
+def restore(
+    store: Store,
+    version: int,
+    directory: Path,
+    *,
+    base: str | Path | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """See ``Store.restore``."""
+    manifest = store.manifest(version)
+    directory = directory.absolute()
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UsageError(
+                f"{directory} exists and is not empty.", key=str(directory), hint="Give a new directory."
+            )
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, directory) from error
+    threads = workers or default_workers()
+    source = identify(store, base, workers=threads, progress=progress) if base is not None else None
+    plan = store.plan(source.version if source else None, version)
+    draft = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.draft"
+    spool_directory = draft.with_suffix(".spool")
+    try:
+        _make_directory(draft)
+        spool = Spool(spool_directory)
+        store.fetch(plan, spool, progress=_counter(progress, "fetch", plan.stored_bytes))
+        build_checkpoint(store, plan, source, draft, spool=spool, workers=threads, progress=progress)
+        try:
+            draft.replace(directory)
+            sync_directory(directory.parent)
+        except OSError as error:
+            raise disk_error(error, directory) from error
+    finally:
+        for leftover in (draft, spool_directory):
+            with suppress(OSError):
+                shutil.rmtree(leftover)
+    return manifest
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise disk_error(error, path) from error

@@ -1,0 +1,141 @@
+"""A local directory that holds parts: fetched ones until they are applied, encoded ones until they are committed.
+
+A spooled file is found again by its digest and believed only after it was hashed, so a kill costs no second download and a
+torn file does no harm.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from .digest import hasher
+from .errors import CorruptObject, DiskFull, StorageError
+from .manifest import MAX_PART_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from .manifest import ObjectRef, PartRef
+    from .storage import Backend
+
+__all__ = ["Spool", "disk_error", "read_object"]
+
+
+def disk_error(error: OSError, path: Path) -> StorageError:
+    """Translate a failure to use a local file into an error of ours."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"The disk of {path} is full.", key=str(path), hint="Free some space and try again.")
+    return StorageError(
+        f"{path} cannot be used: {error.strerror}.", key=str(path), hint="Check that it is writable and healthy."
+    )
+
+
+def read_object(backend: Backend, reference: ObjectRef | PartRef, *, limit: int) -> bytes:
+    """Read an object that a record refers to; raises ``CorruptObject`` unless size and digest are the recorded ones."""
+    if reference.size > limit:
+        raise CorruptObject(
+            f"{reference.key} is said to have {reference.size} bytes; the format allows {limit}.", key=reference.key
+        )
+    data = backend.read(reference.key, limit=reference.size)
+    if len(data) != reference.size:
+        raise CorruptObject(
+            f"{reference.key} has {len(data)} bytes instead of {reference.size}.",
+            key=reference.key,
+            hint="Run `deltastore check --read-data` on the store.",
+        )
+    _check_digest(data, reference)
+    return data
+
+
+def _check_digest(data: bytes | mmap.mmap, reference: ObjectRef | PartRef) -> None:
+    name, _, _ = reference.digest.partition(":")
+    if hasher(name).of(memoryview(data)) != reference.digest:
+        raise CorruptObject(
+            f"{reference.key} is damaged: its bytes do not have the recorded digest.",
+            key=reference.key,
+            hint="Run `deltastore check --read-data` on the store.",
+        )
+
+
+class Spool:
+    """Part files below one directory, named by their digests."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(error, directory) from error
+
+    def _path(self, digest: str) -> Path:
+        return self.directory / digest.replace(":", "-")
+
+    def put(self, data: bytes, digest: str) -> None:
+        """Keep ``data`` under its digest: whole or not at all, but not yet durable."""
+        path = self._path(digest)
+        draft = path.with_name(f"{path.name}.draft")
+        try:
+            with draft.open("wb") as stream:
+                stream.write(data)
+            draft.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            raise disk_error(error, path) from error
+
+    def open(self, reference: PartRef) -> memoryview:
+        """Return a spooled part as a read-only map, verified. Raises ``FileNotFoundError`` when it is not here."""
+        path = self._path(reference.digest)
+        with path.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_size != reference.size:
+                raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        _check_digest(mapped, reference)
+        return memoryview(mapped)
+
+    def fetch(self, backend: Backend, reference: PartRef) -> int:
+        """Make sure that a part is here; returns the bytes that were downloaded for it."""
+        with suppress(FileNotFoundError, CorruptObject):
+            self.open(reference).release()
+            return 0
+        self.put(read_object(backend, reference, limit=MAX_PART_BYTES), reference.digest)
+        return reference.size
+
+    def fetch_all(
+        self,
+        backend: Backend,
+        references: Iterable[PartRef],
+        *,
+        workers: int,
+        progress: Callable[[int], object] | None = None,
+    ) -> int:
+        """Fetch parts in parallel; returns the bytes downloaded. ``progress`` is told each part's size."""
+
+        def fetch(reference: PartRef) -> int:
+            downloaded = self.fetch(backend, reference)
+            if progress is not None:
+                progress(reference.size)
+            return downloaded
+
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="fetch")
+        try:
+            return sum(pool.map(fetch, references))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def remove(self, reference: PartRef) -> None:
+        """Forget one part."""
+        with suppress(FileNotFoundError):
+            self._path(reference.digest).unlink()
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        for path in self.directory.iterdir():
+            with suppress(OSError):
+                path.unlink()

@@ -1,0 +1,159 @@
+"""What a trainer hands to ``publish``, made uniform: names as the stream knows them, dtypes, shapes, raw bytes.
+
+Understands torch tensors on any device, NumPy arrays and checkpoints, without importing torch itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .errors import PublishError
+from .snapshot import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from .checkpoint import Checkpoint
+    from .snapshot import Schema
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+__all__ = ["TensorBytes", "TensorInput", "checkpoint_tensors", "is_tied_alias", "is_tied_partner", "named_tensors"]
+
+#: safetensors dtypes by the name that torch and NumPy (with ml_dtypes) give them.
+_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+
+#: Path components that wrappers (DDP, torch.compile, FSDP, activation checkpointing) put into names.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+_TIED_ALIAS = re.compile(r"(^|\.)(lm_head|embed_out|output_layer|output|decoder)\.weight$")
+_TIED_PARTNER = re.compile(r"(^|\.)([a-z_]*embed[a-z_]*|wte)\.weight$")
+
+
+class TensorBytes(Protocol):
+    """The raw bytes of one tensor, a range at a time."""
+
+    def __call__(self, start: int, end: int, /) -> Bytes:
+        """Return bytes ``start`` to ``end`` in row-major order as uint8 on the CPU; may be a view."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInput:
+    """One tensor to publish: its name in the stream, what it is, and its bytes."""
+
+    spec: TensorSpec
+    bytes: TensorBytes
+
+
+def named_tensors(
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema: Schema
+) -> Iterator[TensorInput]:
+    """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    for name, value in pairs:
+        yield _input(_stream_name(name, schema), value)
+
+
+def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[TensorInput]:
+    """Yield the tensors of a checkpoint directory."""
+    for spec in checkpoint.schema:
+        yield TensorInput(spec, _view(checkpoint.tensor(spec.name)))
+
+
+def is_tied_alias(name: str) -> bool:
+    """Tell whether a name is one that models tie to their input embedding."""
+    return _TIED_ALIAS.search(name) is not None
+
+
+def is_tied_partner(name: str) -> bool:
+    """Tell whether a name is an input embedding's."""
+    return _TIED_PARTNER.search(name) is not None
+
+
+def _stream_name(name: str, schema: Schema) -> str:
+    """Take wrappers' components out of a name, unless the stream knows it with them."""
+    if name in schema:
+        return name
+    bare = ".".join(component for component in name.split(".") if component not in _WRAPPERS)
+    # Aliases that the base lacks lose their wrappers too, so that they are recognised.
+    return bare if bare in schema or is_tied_alias(bare) else name
+
+
+def _view(data: Bytes) -> TensorBytes:
+    return lambda start, end: data[start:end]
+
+
+def _input(name: str, value: Any) -> TensorInput:
+    if isinstance(value, np.ndarray):
+        dtype, shape = value.dtype.name, value.shape
+        content = _view(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) if value.size else _view(_EMPTY)
+        if value.dtype.byteorder == ">":
+            raise PublishError(f"{name} is big-endian; a checkpoint is little-endian.", tensors=(name,))
+    elif hasattr(value, "full_tensor"):
+        raise PublishError(
+            f"{name} is sharded over ranks (a DTensor).",
+            tensors=(name,),
+            hint="Gather it first: publish (name, tensor.full_tensor()).",
+        )
+    elif hasattr(value, "detach") and hasattr(value, "data_ptr"):
+        dtype, shape, content = _torch_bytes(name, value)
+    else:
+        raise PublishError(f"{name} is a {type(value).__name__}, not a tensor.", tensors=(name,))
+    known = _DTYPES.get(dtype)
+    if known is None:
+        raise PublishError(f"{name} has the dtype {dtype}, which safetensors does not know.", tensors=(name,))
+    if known == "F4" and shape:  # torch counts pairs, safetensors single values
+        shape = (*shape[:-1], 2 * shape[-1])
+    return TensorInput(TensorSpec(name, known, tuple(int(size) for size in shape)), content)
+
+
+_EMPTY = np.empty(0, np.uint8)
+
+
+def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorBytes]:
+    import torch  # noqa: PLC0415 - the caller has it already: it made the tensor
+
+    if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+        raise PublishError(f"{name} has no plain memory ({value.layout}, {value.device}).", tensors=(name,))
+    dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    if not value.numel():
+        return dtype, shape, _view(_EMPTY)
+    # A view where memory is contiguous; a copy on the tensor's own device where it is not.
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = flat.view(torch.uint8)
+    if flat.device.type == "cpu":
+        return dtype, shape, _view(flat.numpy())
+
+    def fetch(start: int, end: int, /) -> Bytes:
+        content: Bytes = flat[start:end].cpu().numpy()
+        return content
+
+    return dtype, shape, fetch

@@ -1,0 +1,374 @@
+"""Publishing: each new snapshot is compared with the shadow, encoded, uploaded, committed; then the shadow follows.
+
+A version that fails, is in doubt, or loses to another writer leaves the shadow at the last *committed* snapshot.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .attempt import Attempt
+from .checkpoint import Checkpoint, open_checkpoint
+from .clock import now
+from .commit import commit, settle
+from .digest import DEFAULT_HASH
+from .errors import CommitInDoubt, DeltastoreError, PublishError, StorageError, StoreNotFound, VersionConflict, WriterFenced
+from .init import create_stream
+from .manifest import (
+    FORMAT,
+    LATEST_KEY,
+    MAX_MANIFEST_BYTES,
+    MODEL,
+    Component,
+    LatestHint,
+    Manifest,
+    encode_latest,
+    encode_manifest,
+    manifest_key,
+)
+from .patch import default_workers
+from .reader import store_at
+from .restore import identify
+from .shadow import Shadow
+from .snapshot import snapshot_id
+from .spool import Spool
+from .storage import open_backend
+from .tensors import checkpoint_tensors, named_tensors
+from .intake import Intake
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import TracebackType
+
+    from .manifest import Scalar
+    from .snapshot import Digests
+
+__all__ = ["Publication", "Published", "Writer"]
+
+_MAX_METADATA_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A committed version. ``timings`` are seconds: encode (compare, encode, hash), upload, commit, advance, total."""
+
+    version: int
+    snapshot_id: str
+    stored_bytes: int
+    changed_elements: int
+    total_elements: int
+    timings: Mapping[str, float]
+
+
+class Publication:
+    """A version on its way: the tensors may change again, the commit goes on behind."""
+
+    def __init__(self, version: int, future: Future[Published]) -> None:
+        self.version = version
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> Published:
+        """Block until the version is committed; raises what went wrong otherwise, ``TimeoutError`` after ``timeout`` seconds.
+
+        ``VersionConflict``: another writer was first, and this one is fenced. ``CommitInDoubt``: the next publish settles it.
+        """
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Tell whether ``result`` would return or raise at once."""
+        return self._future.done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A manifest with all that its commit needs, ready to be sent or in doubt."""
+
+    manifest: Manifest
+    data: bytes
+    attempt: Attempt
+
+
+class Writer:
+    """Publishes the versions of one stream. One writer a stream at a time; one version in flight.
+
+    ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is made from
+    ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one, the writer goes on
+    after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream, or ``None`` to
+    take the store's anchor. Memory: one snapshot, and a budget of a few dozen chunks; encoded parts wait on disk in ``spool``
+    (the system's temporary directory unless given).
+
+    Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither stream nor base.
+    Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        base: str | Path | None = None,
+        level: str = "fast",
+        hash_name: str = DEFAULT_HASH,
+        upload_base: bool = True,
+        storage_options: Mapping[str, object] | None = None,
+        workers: int | None = None,
+        spool: str | Path | None = None,
+        progress: Callable[[str, int, int], object] | None = None,
+    ) -> None:
+        self._backend = open_backend(str(url), storage_options=storage_options)
+        self._workers = workers or default_workers()
+        self._progress = progress
+        self._spool_directory = tempfile.TemporaryDirectory(prefix="deltastore-", dir=spool)
+        self._spool = Spool(Path(self._spool_directory.name))
+        self._pending: Future[Published] | None = None
+        self._doubt: _Sent | None = None
+        self._fenced: DeltastoreError | None = None
+        self._closed = False
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        try:
+            self._open(base, level=level, hash_name=hash_name, upload_base=upload_base)
+        except BaseException:
+            self._release()
+            raise
+
+    def _open(self, base: str | Path | None, *, level: str, hash_name: str, upload_base: bool) -> None:
+        try:
+            self.store = store_at(self._backend)
+        except StoreNotFound:
+            if base is None:
+                raise
+            self.store = create_stream(
+                self._backend,
+                open_checkpoint(base),
+                hash_name=hash_name,
+                upload_base=upload_base,
+                workers=self._workers,
+                spool=self._spool.directory,
+                progress=self._progress,
+            )
+        self._schema = self.store.schema()
+        self._shadow = Shadow(self._schema, self.store.hash, level=level)
+        self._head = self.store.latest()
+        self._epoch = self._head.writer_epoch + 1
+        source = None
+        if base is not None:
+            source = identify(self.store, base, workers=self._workers, progress=self._progress)
+        plan = self.store.plan(source.version if source else None, self._head.version)
+        self.store.fetch(plan, self._spool)
+        self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
+        self._spool.clear()
+
+    # Publishing
+
+    @property
+    def version(self) -> int:
+        """The newest version that this writer knows to be committed."""
+        return self._head.version
+
+    def publish(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | Checkpoint,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Scalar] | None = None,
+    ) -> Publication:
+        """Publish one snapshot as the next version: a state dict, (name, tensor) pairs, or an open checkpoint.
+
+        Returns when the tensors may change again; ``.result()`` blocks until the version is committed. Pairs are taken one at a
+        time: an iterator may reuse a tensor's memory once the next one is asked for. Every tensor of the stream must be
+        there with its own dtype and shape. Raises ``PublishError`` naming the tensors otherwise, ``WriterFenced`` after a lost race,
+        ``CommitInDoubt`` while an earlier version's fate is still unknown; nothing is published then.
+        """
+        self._settle()
+        started = time.perf_counter()
+        fields = _checked_metadata(metadata or {})
+        attempt = Attempt(
+            self._backend,
+            self._spool,
+            stream_id=self.store.stream_id,
+            version=self._head.version + 1,
+            hash_function=self.store.hash,
+        )
+        try:
+            intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
+            if isinstance(tensors, Checkpoint):
+                intake.take(checkpoint_tensors(tensors), reusable=True)
+            else:
+                reusable = isinstance(tensors, Mapping)
+                intake.take(named_tensors(tensors, self._schema), reusable=reusable)
+            digests = intake.finish()
+            parts = attempt.close_component()
+        except BaseException:
+            attempt.abandon()
+            raise
+        manifest = self._manifest(attempt, digests, parts, intake, step=step, metadata=fields)
+        sent = _Sent(manifest, encode_manifest(manifest, hash_function=self.store.hash), attempt)
+        encoded = time.perf_counter()
+        self._pending = self._committer.submit(self._finish, sent, started, encoded)
+        return Publication(manifest.version, self._pending)
+
+    def _manifest(
+        self,
+        attempt: Attempt,
+        digests: Digests,
+        parts: tuple[Any, ...],
+        intake: Intake,
+        *,
+        step: int | None,
+        metadata: dict[str, Scalar],
+    ) -> Manifest:
+        return Manifest(
+            format=FORMAT,
+            stream_id=self.store.stream_id,
+            version=attempt.version,
+            kind="delta",
+            commit_id=secrets.token_hex(16),
+            attempt_id=attempt.attempt_id,
+            writer_epoch=self._epoch,
+            created_at=now(),
+            parent_version=self._head.version,
+            parent_commit_id=self._head.commit_id,
+            parent_snapshot_id=self._head.snapshot_id,
+            step=step,
+            metadata=metadata,
+            components={
+                MODEL: Component(
+                    snapshot_id=snapshot_id(self._schema, digests, self.store.hash),
+                    snapshot_bytes=self._schema.nbytes,
+                    total_elements=self._schema.elements,
+                    changed_elements=intake.changed_elements,
+                    parts=parts,
+                    invertible=intake.invertible,
+                )
+            },
+        )
+
+    def _finish(self, sent: _Sent, started: float, encoded: float) -> Published:
+        """Upload, commit, advance; runs behind ``publish``."""
+        try:
+            sent.attempt.wait_uploaded()
+        except BaseException:
+            sent.attempt.abandon()
+            raise
+        uploaded = time.perf_counter()
+        self._send(commit, sent)
+        committed = time.perf_counter()
+        self._advance(sent)
+        ended = time.perf_counter()
+        model = sent.manifest.model
+        return Published(
+            version=sent.manifest.version,
+            snapshot_id=model.snapshot_id,
+            stored_bytes=sent.manifest.stored_bytes,
+            changed_elements=model.changed_elements,
+            total_elements=model.total_elements,
+            timings={
+                "encode": encoded - started,
+                "upload": uploaded - encoded,
+                "commit": committed - uploaded,
+                "advance": ended - committed,
+                "total": ended - started,
+            },
+        )
+
+    def _send(self, how: Callable[..., object], sent: _Sent) -> None:
+        """Send or settle a manifest; afterwards it is committed, lost (and we are fenced), or in doubt."""
+        # In doubt until proven otherwise: whatever interrupts the sending, the next publish settles it first.
+        self._doubt = sent
+        try:
+            how(self._backend, manifest_key(sent.manifest.version), sent.data, limit=MAX_MANIFEST_BYTES)
+        except VersionConflict as error:
+            self._doubt = None
+            self._fenced = error
+            sent.attempt.abandon()
+            raise
+        self._doubt = None
+
+    def _advance(self, sent: _Sent) -> None:
+        try:
+            parts = sent.attempt.spooled_parts(self._schema)
+            self._shadow.advance(parts, sent.manifest.snapshot_id, workers=self._workers)
+        except BaseException as error:
+            # Committed, but our copy of it is not certain: only a fresh writer may go on.
+            self._fenced = error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
+            raise
+        self._head = sent.manifest
+        del parts
+        sent.attempt.drop_spool()
+        hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
+        with suppress(StorageError):  # a hint only: readers find the version without it
+            self._backend.write(LATEST_KEY, hint)
+
+    def _settle(self) -> None:
+        """Wait for the version in flight and settle one in doubt; raise if this writer may not publish."""
+        if self._closed:
+            raise PublishError("The writer is closed.", hint="Open a new one.")
+        if self._pending is not None:
+            with suppress(BaseException):  # its own publication tells its fate; what matters here is how we stand now
+                self._pending.result()
+            self._pending = None
+        if self._doubt is not None:
+            doubt = self._doubt
+            self._send(settle, doubt)
+            self._advance(doubt)
+        if self._fenced is not None:
+            raise WriterFenced(
+                f"This writer is fenced: {self._fenced}", key=self._fenced.key, hint="Open a new writer."
+            ) from self._fenced
+
+    # Lifetime
+
+    def close(self) -> None:
+        """Wait for the version in flight, settle one in doubt, and free memory and disk. Raises ``CommitInDoubt`` if it stays so."""
+        if self._closed:
+            return
+        try:
+            with suppress(WriterFenced, VersionConflict):  # told by the publication that lost
+                self._settle()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._closed = True
+        self._committer.shutdown()
+        self._spool_directory.cleanup()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CommitInDoubt:
+            if error is None:
+                raise
+
+
+def _checked_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    fields: dict[str, Scalar] = {}
+    for name, value in metadata.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(name, str) or not isinstance(plain, (str, int, float, bool, type(None))):
+            raise PublishError(
+                f"The metadata field {name!r} is a {type(value).__name__}.",
+                hint="Metadata fields are strings, numbers, true, false or none.",
+            )
+        if isinstance(plain, int) and not -(2**63) <= plain < 2**63:
+            raise PublishError(f"The metadata field {name!r} is beyond 64 bits.")
+        # JSON has no infinities: a loss that went wrong must not stop the run, so they are kept as words.
+        fields[name] = str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
+    if sum(len(name) + len(str(value)) for name, value in fields.items()) > _MAX_METADATA_BYTES:
+        raise PublishError(f"The metadata is larger than {_MAX_METADATA_BYTES} bytes.")
+    return fields
