@@ -79,6 +79,7 @@ class LocalBackend:
         path = self._path(key)
         with _translated("write", key), self._temporary(data) as temporary:
             self._place(partial(temporary.replace, path), path)
+            _sync_directory(path.parent)
 
     def create(self, key: str, data: Buffer) -> None:
         """Store an object durably if and only if the key is free, by hard link."""
@@ -96,11 +97,12 @@ class LocalBackend:
                     f"{key} could not be created: {self._root} refuses hard links ({error.strerror})",
                     transient=False,
                     key=key,
-                    hint="keep the store in object storage, or on a file system with hard links (ext4, xfs, NFS)",
+                    hint="keep the store in object storage, or on a file system with hard links (ext4, NFS)",
                 ) from error
 
         with _translated("create", key), self._temporary(data) as temporary:
             self._place(link, path)
+            _sync_directory(path.parent)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield the objects below ``prefix``; one that vanishes meanwhile is left out."""
@@ -123,7 +125,9 @@ class LocalBackend:
                 if error.errno not in _ABSENT:
                     raise
                 return
-            _sync_directory(path.parent)
+            # Another deletion may have found the directory empty and removed it.
+            with suppress(FileNotFoundError):
+                _sync_directory(path.parent)
         self._prune(path.parent)
 
     def _path(self, key: str) -> Path:
@@ -143,7 +147,7 @@ class LocalBackend:
                 path.unlink()
 
     def _place(self, action: Callable[[], object], path: Path) -> None:
-        """Run ``action``, which gives ``path`` its entry, and make the entry durable."""
+        """Run ``action``, which gives ``path`` its entry, in a directory made as needed."""
         for _ in range(_PLACE_ATTEMPTS):
             with suppress(FileNotFoundError):
                 self._make_directory(path.parent)
@@ -153,7 +157,6 @@ class LocalBackend:
         else:
             self._make_directory(path.parent)
             action()
-        _sync_directory(path.parent)
 
     def _make_directory(self, path: Path) -> None:
         """Make a directory and its parents, each with a durable entry in the one above.
