@@ -56,9 +56,26 @@ class UsageError(DeltastoreError):
 
 
 class StorageError(DeltastoreError):
-    """The backend failed: refused, timed out, no permission. Nothing is known about the object."""
+    """The backend failed: refused, timed out, no permission. Nothing is known about the object.
+
+    ``transient`` says whether the same call may well succeed a moment later (a busy server, a lost
+    connection) or needs someone to change something first (a permission, an option, a full disk).
+    """
 
     kind = "storage"
+    transient: bool = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        transient: bool | None = None,
+        key: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, key=key, hint=hint)
+        if transient is not None:
+            self.transient = transient
 
 
 class ObjectNotFound(StorageError):
@@ -66,6 +83,7 @@ class ObjectNotFound(StorageError):
 
     kind = "object-not-found"
     exit_code = 10
+    transient = False
 
 
 class ObjectExists(StorageError):
@@ -73,12 +91,14 @@ class ObjectExists(StorageError):
 
     kind = "object-exists"
     exit_code = 11
+    transient = False
 
 
 class DiskFull(StorageError):
     """A local disk has no room for what has to be written."""
 
     kind = "disk-full"
+    transient = False
 
 
 class StoreNotFound(DeltastoreError):

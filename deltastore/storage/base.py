@@ -1,8 +1,10 @@
 """What a store needs of a place to keep objects: five calls, and what each one promises.
 
-Keys are relative, ``/``-separated, made of ``[A-Za-z0-9._-]``; no component starts with a dot. Objects are whole: a reader
-sees nothing or all of one. Everything raised is of ``deltastore.errors``; a call that raises plain
-``StorageError`` may or may not have had its effect.
+Keys are relative, ``/``-separated, made of ``[A-Za-z0-9._-]``; no component starts with a dot (``keys`` has
+the rule; a key outside it raises ``UsageError``). Objects are whole: a reader sees nothing or all of one,
+and what one process stored the next call of any other sees. Everything raised is of ``deltastore.errors``;
+a call that raises plain ``StorageError`` may or may not have had its effect. Backends may be shared by
+threads, not carried over a fork.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class Backend(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield every object whose key starts with ``prefix`` (a key prefix ending in ``/``, or ``""``), in any order."""
+        """Yield every object whose key starts with ``prefix``, in any order.
+
+        The prefix ends in ``/`` or is empty. Objects stored or deleted meanwhile may be there or not.
+        """
         ...
 
     def delete(self, key: str) -> None:

@@ -1,0 +1,329 @@
+"""Objects in object storage, through fsspec: S3, Google Cloud Storage, Azure, and memory for tests.
+
+What fsspec leaves open is settled here. No listing is cached. One object is one request, so that creating
+it exclusively means something (a multipart upload that is "created" has several winners). The libraries'
+own retries and waits are turned down, and every call runs under a deadline of ours: a PUT to a server
+that has gone silent hangs outside each of their timeouts. Errors become ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from deltastore.errors import CorruptObject, StorageError, UsageError
+from deltastore.storage.base import ObjectInfo
+from deltastore.storage.failures import is_absence, is_empty_range, translate
+from deltastore.storage.keys import check_key, check_prefix, is_key
+from deltastore.storage.options import parse_options, secrets_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from deltastore.storage.base import Buffer
+
+__all__ = ["FsspecBackend", "open_fsspec"]
+
+# A request may take this long, and longer by its bytes at the slowest rate that still counts as alive.
+_BASE_TIMEOUT: Final = 30.0
+_SLOWEST_BYTES_A_SECOND: Final = 1 << 20
+# A listing is many requests one after the other.
+_LIST_TIMEOUT: Final = 300.0
+_CLOSE_TIMEOUT: Final = 5.0
+
+_CREATE_LIMIT: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """How a file system is told to put one object whole, and to put it only where there is none."""
+
+    extra: str
+    write: Mapping[str, Any] = field(default_factory=dict)
+    create: Mapping[str, Any] = field(default_factory=lambda: {"mode": "create"})
+
+
+# s3fs sends one PUT below twice its chunk size; beyond 5 GiB S3 takes no single PUT anyway. gcsfs sends one
+# request below 5 MiB and a resumable upload above, which is whole or absent too.
+_SINGLE_PUT: Final = {"chunksize": 5 << 30}
+_S3: Final = _Dialect("", write=_SINGLE_PUT, create={**_SINGLE_PUT, "mode": "create"})
+_GOOGLE: Final = _Dialect("gcs")
+_AZURE: Final = _Dialect("azure", write={"overwrite": True}, create={"overwrite": False})
+_DIALECTS: Final = {
+    "s3": _S3,
+    "s3a": _S3,
+    "gs": _GOOGLE,
+    "gcs": _GOOGLE,
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "memory": _Dialect(""),
+}
+
+# File systems that are not asynchronous are in-process ones that check and then set: one call at a time.
+_SYNCHRONOUS: Final = threading.RLock()
+
+
+def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBackend:
+    """Open a remote URL; no request is sent yet. Raises ``UsageError`` for what can never work."""
+    import fsspec  # noqa: PLC0415 - a local store must not wait for it
+
+    parts, credentials = _split(url)
+    protocol = parts.scheme
+    options = parse_options({**credentials, **storage_options})
+    secrets = secrets_of(options)
+    plain_url = urlunsplit(parts)
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError):
+        extra = _DIALECTS[protocol].extra
+        hint = f"pip install 'deltastore[{extra}]'" if extra else "install fsspec and s3fs"
+        raise UsageError(f"what {protocol}:// needs is not installed", hint=hint) from None
+    if _DIALECTS[protocol] is _S3:
+        options = _s3_options(options)
+    # Other processes write to the same store, so nothing seen once may be believed later; and a file
+    # system shared with the rest of the program would carry somebody else's settings.
+    options |= {"use_listings_cache": False, "skip_instance_cache": True}
+    # What fsspec.url_to_fs does, less the instance cache and with one place for errors.
+    from_url = kind._get_kwargs_from_urls(plain_url)  # noqa: SLF001 - the hook that fsspec itself calls
+    root = kind._strip_protocol(plain_url).rstrip("/")  # noqa: SLF001
+    if not root.strip("/"):
+        raise UsageError(f"{plain_url} names no bucket", hint=f"write {protocol}://BUCKET/PREFIX")
+    try:
+        file_system = kind(**{**from_url, **options})
+    except Exception as error:
+        raise UsageError(
+            f"the storage options do not fit {protocol}://: {_clean(str(error), secrets)}",
+            hint="check the storage options and the environment of this kind of storage",
+        ) from error
+    if _DIALECTS[protocol] is _S3:
+        file_system.retries = 1
+    return FsspecBackend(file_system, root, url=plain_url, protocol=protocol, secrets=secrets)
+
+
+class FsspecBackend:
+    """One prefix of a bucket (or container) behind an fsspec file system.
+
+    ``timeout`` bounds one small request; large ones get more by their size. ``secrets`` are texts that
+    messages are cleaned of. ``close`` gives the connections back; a closed backend opens new ones when it
+    is used again.
+    """
+
+    def __init__(
+        self,
+        file_system: Any,
+        root: str,
+        *,
+        url: str,
+        protocol: str,
+        timeout: float = _BASE_TIMEOUT,
+        secrets: frozenset[str] = frozenset(),
+    ) -> None:
+        self._fs = file_system
+        self._root = root
+        self._url = url
+        self._dialect = _DIALECTS[protocol]
+        self._timeout = timeout
+        self._secrets = secrets
+        self._process = os.getpid()
+        self._connected = False
+
+    def __repr__(self) -> str:
+        return f"FsspecBackend({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """The URL without credentials."""
+        return self._url
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """Return the whole object in one request, which asks for one byte more than ``limit`` at the most."""
+        check_key(key)
+        path = self._path(key)
+        try:
+            data = self._call("cat_file", path, start=0, end=limit + 1, size=limit)
+        except Exception as error:
+            # An empty object has no byte that a range could start at; only then a second request is needed.
+            if is_empty_range(error) and self._size(key) == 0:
+                return b""
+            raise self._translated(error, "read", key) from error
+        if len(data) > limit:
+            raise CorruptObject(
+                f"{key} has more than the {limit} bytes that it may have",
+                key=key,
+                hint="run `deltastore check` on the store",
+            )
+        return bytes(data)
+
+    def write(self, key: str, data: Buffer) -> None:
+        """Store an object in one request, replacing what is there."""
+        check_key(key)
+        try:
+            self._call("pipe_file", self._path(key), _bytes(data), size=len(data), **self._dialect.write)
+        except Exception as error:
+            raise self._translated(error, "write", key) from error
+
+    def create(self, key: str, data: Buffer) -> None:
+        """Store a small object in one conditional request, if and only if the key is free."""
+        check_key(key)
+        if len(data) > _CREATE_LIMIT:
+            raise UsageError(f"{key} is too large to be created exclusively: {len(data)} bytes", key=key)
+        try:
+            self._call("pipe_file", self._path(key), _bytes(data), size=len(data), **self._dialect.create)
+        except Exception as error:
+            raise self._translated(error, "create", key) from error
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the objects below ``prefix``; anything that has no valid key is left out."""
+        check_prefix(prefix)
+        path = self._path(prefix.rstrip("/")) if prefix else self._root
+        try:
+            found = self._call("find", path, detail=True, timeout=_LIST_TIMEOUT)
+        except Exception as error:
+            if is_absence(error):
+                return
+            raise self._translated(error, "list", prefix or None) from error
+        start = f"{self._root}/"
+        for name, info in found.items():
+            key = name.removeprefix(start)
+            if name.startswith(start + prefix) and info["type"] == "file" and is_key(key):
+                yield ObjectInfo(key, int(info["size"]))
+
+    def delete(self, key: str) -> None:
+        """Remove an object; an absent one is none the worse."""
+        check_key(key)
+        try:
+            self._call("rm_file", self._path(key))
+        except Exception as error:
+            if not is_absence(error):
+                raise self._translated(error, "delete", key) from error
+
+    def close(self) -> None:
+        """Close the connections, where the library keeps any."""
+        connect = getattr(self._fs, "set_session", None)
+        if connect is None or not self._connected or self._process != os.getpid():
+            return
+
+        async def close() -> None:
+            client = await connect()
+            await client.close()
+
+        self._run(close, _CLOSE_TIMEOUT)
+        self._connected = False
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _size(self, key: str) -> int:
+        """Return the size that the store gives for an object."""
+        try:
+            return int(self._call("info", self._path(key))["size"])
+        except Exception as error:
+            raise self._translated(error, "read", key) from error
+
+    def _call(
+        self, method: str, *arguments: object, size: int = 0, timeout: float | None = None, **options: Any
+    ) -> Any:
+        """Call the file system, under a deadline that grows with the bytes that are to travel."""
+        if self._process != os.getpid():
+            raise StorageError(
+                f"{self._url} was opened in another process",
+                transient=False,
+                hint="open the store after the fork, or start workers by spawn",
+            )
+        if not self._fs.async_impl:
+            with _SYNCHRONOUS:
+                return getattr(self._fs, method)(*arguments, **options)
+        call = getattr(self._fs, f"_{method}")
+        self._connected = True
+        seconds = timeout if timeout is not None else self._timeout + size / _SLOWEST_BYTES_A_SECOND
+        return self._run(lambda: call(*arguments, **options), seconds)
+
+    def _run(self, call: Callable[[], Any], seconds: float) -> Any:
+        """Run a coroutine on the file system's event loop, and cancel it when we stop waiting for it."""
+        answer: list[Any] = []
+
+        async def run() -> None:
+            # Not returned: asyncio in debug mode formats results, and large bytes take it seconds.
+            answer.append(await call())
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._fs.loop)
+        try:
+            future.result(seconds)
+        except concurrent.futures.TimeoutError as error:
+            if future.done():
+                raise
+            raise TimeoutError(f"no answer within {seconds:.0f} s") from error
+        finally:
+            future.cancel()
+        return answer.pop()
+
+    def _translated(self, error: Exception, verb: str, key: str | None) -> Exception:
+        if isinstance(error, StorageError):
+            return error
+        return translate(error, verb, key, url=self._url, clean=lambda text: _clean(text, self._secrets))
+
+
+def _bytes(data: Buffer) -> bytes:
+    """Return bytes, the one type that every library takes."""
+    return data if isinstance(data, bytes) else bytes(data)
+
+
+def _split(url: str) -> tuple[Any, dict[str, object]]:
+    """Take a URL apart into what may be shown and the credentials in it."""
+    parts = urlsplit(url)
+    shown = parts._replace(scheme=parts.scheme.lower(), path=parts.path.rstrip("/"), query="", fragment="")
+    if parts.query or parts.fragment:
+        raise UsageError(
+            f"{shown.scheme}:// URLs take no ? or #", hint="give settings and credentials as storage options"
+        )
+    user, at, host = parts.netloc.rpartition("@")
+    name, colon, password = user.partition(":")
+    if at and not colon and _DIALECTS[shown.scheme] is _AZURE:
+        # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/: no credential.
+        return shown, {}
+    if not at:
+        return shown, {}
+    if not colon or _DIALECTS[shown.scheme] is not _S3:
+        raise UsageError(
+            f"a {shown.scheme}:// URL cannot carry a user", hint="give credentials as storage options"
+        )
+    return shown._replace(netloc=host), {"key": unquote(name), "secret": unquote(password)}
+
+
+def _s3_options(options: dict[str, object]) -> dict[str, object]:
+    """Fit options to s3fs: regions where botocore looks for them, the libraries' patience turned down."""
+    options = dict(options)
+    client = _nested(options, "client_kwargs")
+    for name in ("region", "region_name"):
+        if name in options:
+            client.setdefault("region_name", options.pop(name))
+    config = {
+        "connect_timeout": 5,
+        "read_timeout": 20,
+        "max_pool_connections": 32,
+        **_nested(options, "config_kwargs"),
+    }
+    config.setdefault("retries", {"max_attempts": 0})
+    return {**options, "client_kwargs": client, "config_kwargs": config}
+
+
+def _nested(options: Mapping[str, object], name: str) -> dict[str, object]:
+    value = options.get(name, {})
+    if not isinstance(value, dict):
+        raise UsageError(f"the storage option {name} is not a mapping", hint=f"write {name}.NAME=VALUE")
+    return dict(value)
+
+
+def _clean(text: str, secrets: frozenset[str]) -> str:
+    """Return a library's message on one line, shortened, and without credentials."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", "***", text)
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else text[:297] + "..."
