@@ -175,6 +175,11 @@ class Writer:
         """The newest version that this writer knows to be committed."""
         return self._head.version
 
+    @property
+    def head(self) -> Manifest:
+        """That version's manifest."""
+        return self._head
+
     def publish(
         self,
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | Checkpoint,

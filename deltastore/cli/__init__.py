@@ -1,0 +1,30 @@
+"""The `deltastore` command: one file a verb."""
+
+from __future__ import annotations
+
+import sys
+
+from .app import LazyGroup, run
+
+__all__ = ["main"]
+
+_VERBS = {
+    "init": "Make a stream from a base checkpoint.",
+    "publish": "Publish a checkpoint directory as the next version.",
+    "log": "List the versions.",
+    "show": "Show one version.",
+    "plan": "Show the cheapest route to a version.",
+    "restore": "Build a version as a checkpoint directory.",
+    "check": "Check a store for damage.",
+}
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    group = LazyGroup(
+        "deltastore",
+        package="deltastore.cli",
+        verbs=_VERBS,
+        help="Byte-exact weight deltas through shared storage. STORE is a path or URL; VERSION is a number or latest.",
+    )
+    sys.exit(run(group))

@@ -1,0 +1,144 @@
+"""What all commands share: lazy verbs, errors as sentences, exit codes, progress bars, JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import DeltastoreError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    Progress = Callable[[str, int, int], object]
+
+__all__ = ["LazyGroup", "debug_option", "emit", "json_option", "progress_bar", "run", "storage_options", "store_options"]
+
+_INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A command whose verbs are modules of one package, imported when they are used."""
+
+    def __init__(self, name: str, *, package: str, verbs: Mapping[str, str], help: str) -> None:  # noqa: A002 - click's word
+        super().__init__(name, help=help, context_settings={"help_option_names": ["-h", "--help"]})
+        self._package = package
+        self._verbs = dict(verbs)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Return the verbs in the order they are documented."""
+        return list(self._verbs)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        """Import the verb's module and return its ``command``."""
+        if cmd_name not in self._verbs:
+            return None
+        command: click.Command = import_module(f"{self._package}.{cmd_name.replace('-', '_')}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
+        """List the verbs without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._verbs.items()))
+
+
+def run(group: click.Group) -> int:
+    """Run a command line; returns the exit code. Errors become two sentences on standard error."""
+    debug = "--debug" in sys.argv
+    try:
+        code = group.main(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        print("Interrupted.", file=sys.stderr)  # noqa: T201 - the command line's own voice
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away; what is left must not raise again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except DeltastoreError as error:
+        if debug:
+            traceback.print_exc()
+        click.echo(f"Error: {error}", err=True)
+        if error.hint:
+            click.echo(f"Try: {error.hint}", err=True)
+        return error.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _pairs(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for value in values:
+        name, found, content = value.partition("=")
+        if not found or not name:
+            raise click.BadParameter(f"{value!r} is not KEY=VALUE.")
+        pairs[name] = content
+    return pairs
+
+
+def key_value_option(*names: str, help: str) -> Callable[[Any], Any]:  # noqa: A002 - click's word
+    """Return a repeatable ``KEY=VALUE`` option."""
+    return click.option(*names, multiple=True, metavar="KEY=VALUE", callback=_pairs, help=help)
+
+
+storage_options = key_value_option(
+    "--storage-option", "storage_options", help="An option for the storage backend; may be repeated."
+)
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def store_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what every verb on a store takes: STORE, --storage-option, --debug."""
+    return click.argument("store")(storage_options(debug_option(function)))
+
+
+def emit(value: object) -> None:
+    """Print a value as JSON on standard output."""
+    import msgspec  # noqa: PLC0415 - only where JSON is asked for
+
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2)
+    click.echo(text.decode())
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """Yield a progress callback that draws bars on a terminal's standard error, or ``None`` in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only on a terminal
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield advance
+
+
+def parse_scalar(text: str) -> str | int | float | bool | None:
+    """Read a metadata value as people type it: a JSON scalar, or else a string."""
+    import msgspec  # noqa: PLC0415 - only where metadata is given
+
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    if isinstance(value, (dict, list)):
+        raise UsageError(f"The metadata value {text!r} is no scalar.", hint="Give a string, number, true, false or null.")
+    return value if isinstance(value, (str, int, float, bool)) else None

@@ -1,0 +1,40 @@
+"""`deltastore check STORE`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from .app import emit, json_option, progress_bar, store_options
+from .records import human_bytes
+
+__all__ = ["command"]
+
+_DAMAGE = 3
+
+
+@click.command("check")
+@store_options
+@click.option("--read-data", is_flag=True, help="Read every part and prove every version's snapshot id.")
+@click.option("--read-data-subset", type=click.FloatRange(0, 100), default=0.0, metavar="PERCENT", help="Read a share of the parts.")
+@json_option
+def command(
+    store: str, storage_options: dict[str, str], read_data: bool, read_data_subset: float, as_json: bool
+) -> None:
+    """Check a store for damage; exits with 3 when there is any."""
+    from ..fsck import check  # noqa: PLC0415 - heavy, and --help does without
+    from ..storage import open_backend  # noqa: PLC0415
+
+    backend = open_backend(store, storage_options=storage_options)
+    with progress_bar() as progress:
+        report = check(backend, read_data=read_data, subset_percent=read_data_subset, progress=progress)
+    if as_json:
+        emit({"ok": report.ok, **asdict(report)})
+    else:
+        for problem in report.problems:
+            click.echo(f"{problem.kind}  {problem.key}  {problem.hint}")
+        verdict = "no problems" if report.ok else f"{len(report.problems)} problems"
+        click.echo(f"{report.objects} objects, {human_bytes(report.bytes_read)} read: {verdict}")
+    if not report.ok:
+        raise click.exceptions.Exit(_DAMAGE)

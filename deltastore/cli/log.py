@@ -1,0 +1,44 @@
+"""`deltastore log STORE`."""
+
+from __future__ import annotations
+
+import click
+
+from ..reader import open_store
+from .app import emit, json_option, store_options
+from .records import human_bytes, table, version_record
+
+__all__ = ["command"]
+
+
+@click.command("log")
+@store_options
+@click.option("-n", "last", type=click.IntRange(min=1), help="Only the newest N versions.")
+@json_option
+@click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object a line.")
+def command(store: str, storage_options: dict[str, str], last: int | None, as_json: bool, as_lines: bool) -> None:
+    """List the versions, oldest first."""
+    opened = open_store(store, storage_options=storage_options)
+    records = [version_record(manifest) for manifest in opened.log(last=last)]
+    if as_lines:
+        import msgspec  # noqa: PLC0415 - only where JSON is asked for
+
+        for record in records:
+            click.echo(msgspec.json.encode(record))
+    elif as_json:
+        emit({"stream_id": opened.stream_id, "versions": records})
+    else:
+        rows = [
+            (
+                str(record["version"]),
+                "-" if record["step"] is None else str(record["step"]),
+                f"{record['changed_fraction']:.2%}",
+                human_bytes(record["stored_bytes"]),
+                f"{record['ratio']:.2%}",
+                record["created_at"][:19] + "Z",
+                record["snapshot_id"].split(":")[1][:16],
+                "base" + (", anchor" if record["anchored"] else "") if record["kind"] == "base" else "delta",
+            )
+            for record in records
+        ]
+        click.echo(table(("version", "step", "changed", "stored", "ratio", "created", "snapshot", "kind"), rows))

@@ -1,0 +1,24 @@
+"""`deltastore restore STORE VERSION DIR`."""
+
+from __future__ import annotations
+
+import click
+
+from ..reader import open_store
+from .app import progress_bar, store_options
+
+__all__ = ["command"]
+
+
+@click.command("restore")
+@store_options
+@click.argument("version")
+@click.argument("directory", metavar="DIR")
+@click.option("--base", help="A local checkpoint of the stream to start from (default: the store's anchor).")
+def command(store: str, storage_options: dict[str, str], version: str, directory: str, base: str | None) -> None:
+    """Build a version as a complete checkpoint directory."""
+    opened = open_store(store, storage_options=storage_options)
+    wanted = opened.resolve(version).version
+    with progress_bar() as progress:
+        manifest = opened.restore(wanted, directory, base=base, progress=progress)
+    click.echo(f"version {manifest.version}  {manifest.snapshot_id}  {directory}")

@@ -1,0 +1,214 @@
+"""Checking a store: structure always, every byte on request. Finds damage; changes nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import CorruptObject, DeltastoreError, ObjectNotFound, StoreNotFound, UnsupportedFormat
+from .manifest import BASE_VERSION, MAX_MANIFEST_BYTES, MAX_PART_BYTES, manifest_key, parse_manifest
+from .part import PartIdentity, parse_part
+from .plan import check_link
+from .reader import Store
+from .snapshot import snapshot_id
+from .spool import read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .manifest import Component, Manifest, ObjectRef, PartRef
+    from .part import Part
+    from .snapshot import Digests
+    from .storage import Backend
+
+__all__ = ["Problem", "Report", "check"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: its kind (a stable word), the object's key, and what it means or what to do."""
+
+    kind: str
+    key: str
+    hint: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found: objects looked at, bytes read of parts and tables, problems."""
+
+    objects: int = 0
+    bytes_read: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def add(self, error: DeltastoreError, key: str) -> None:
+        """Note an error as a problem."""
+        self.problems.append(Problem(error.kind, error.key or key, str(error)))
+
+
+def check(
+    backend: Backend,
+    *,
+    read_data: bool = False,
+    subset_percent: float = 0.0,
+    seed: int | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> Report:
+    """Check a store: manifests, their chain, and that every object is there with its size.
+
+    ``read_data`` also reads every part and table: digests, formats, and that each version's chunk digests make its snapshot
+    id. ``subset_percent`` reads that share of the parts, chosen at random, digests and formats only. Raises ``StoreNotFound``.
+    """
+    report = Report()
+    history = _manifests(backend, report, progress)
+    if history and history[0].version == BASE_VERSION:
+        sizes = {info.key: info.size for info in backend.list("parts/")}
+        for manifest in history:
+            _check_presence(manifest, sizes, report)
+        store = Store(backend, history[0])
+        if read_data:
+            _replay(store, history, report, progress)
+        elif subset_percent:
+            chosen = [pair for pair in _all_parts(history) if random.Random(seed).random() * 100 < subset_percent]  # noqa: S311
+            for manifest, name, reference in chosen:
+                _read_part(store, manifest, name, reference, report)
+    return report
+
+
+def _manifests(
+    backend: Backend, report: Report, progress: Callable[[str, int, int], object] | None
+) -> list[Manifest]:
+    """Read all manifests that the listing shows; note damaged ones, gaps, and links that do not fit."""
+    keys = {info.key for info in backend.list("manifests/")}
+    if not keys:
+        raise StoreNotFound(f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`.")
+    history: list[Manifest] = []
+    newest = max(keys)
+    version = BASE_VERSION
+    while manifest_key(version) <= newest:
+        key = manifest_key(version)
+        report.objects += 1
+        try:
+            manifest = parse_manifest(backend.read(key, limit=MAX_MANIFEST_BYTES), version=version)
+            if history and history[-1].version == version - 1:
+                check_link(history[-1], manifest)
+            history.append(manifest)
+        except ObjectNotFound:
+            report.problems.append(Problem("missing-manifest", key, "Later versions exist: restore it from a backup."))
+        except (CorruptObject, UnsupportedFormat, DeltastoreError) as error:
+            report.add(error, key)
+        version += 1
+        if progress is not None:
+            progress("manifests", version, len(keys))
+    report.problems.extend(
+        Problem("foreign-object", key, "Not a manifest of this format: remove it.")
+        for key in sorted(keys - {manifest_key(number) for number in range(version)})
+    )
+    return history
+
+
+def _references(manifest: Manifest) -> Iterator[ObjectRef | PartRef]:
+    if manifest.stream is not None:
+        yield from manifest.stream.schemas.values()
+    for component in manifest.components.values():
+        yield from component.parts
+        if component.digests is not None:
+            yield component.digests
+
+
+def _check_presence(manifest: Manifest, sizes: dict[str, int], report: Report) -> None:
+    for reference in _references(manifest):
+        report.objects += 1
+        size = sizes.get(reference.key)
+        if size is None:
+            hint = f"Version {manifest.version} cannot be built without it."
+            report.problems.append(Problem("missing-object", reference.key, hint))
+        elif size != reference.size:
+            hint = f"It has {size} bytes instead of {reference.size}."
+            report.problems.append(Problem("wrong-size", reference.key, hint))
+
+
+def _all_parts(history: list[Manifest]) -> Iterator[tuple[Manifest, str, PartRef]]:
+    for manifest in history:
+        for name, component in manifest.components.items():
+            for reference in component.parts:
+                yield manifest, name, reference
+
+
+def _read_part(store: Store, manifest: Manifest, name: str, reference: PartRef, report: Report) -> Part | None:
+    """Read and parse one part; note what is wrong with it."""
+    try:
+        data = read_object(store.backend, reference, limit=MAX_PART_BYTES)
+        report.bytes_read += len(data)
+        identity = PartIdentity(store.stream_id, manifest.version, manifest.attempt_id, name)
+        part = parse_part(data, identity, store.schema(name), store.hash, key=reference.key)
+        if len(part) != reference.chunks:
+            raise CorruptObject(f"{reference.key} has {len(part)} chunks instead of {reference.chunks}.", key=reference.key)
+    except DeltastoreError as error:
+        report.add(error, reference.key)
+        return None
+    return part
+
+
+def _replay(
+    store: Store,
+    history: list[Manifest],
+    report: Report,
+    progress: Callable[[str, int, int], object] | None,
+) -> None:
+    """Follow every component's chunk digests through all versions."""
+    tables: dict[str, Digests] = {}
+    total = sum(manifest.stored_bytes for manifest in history)
+    for manifest in history:
+        for name, component in manifest.components.items():
+            try:
+                if manifest.version == BASE_VERSION:
+                    tables[name] = store.base_digests(name).copy()
+                if name in tables:
+                    _replay_component(store, manifest, name, component, tables, report)
+            except DeltastoreError as error:
+                report.add(error, manifest_key(manifest.version))
+                tables.pop(name, None)  # later versions cannot be judged by it
+            if progress is not None:
+                progress("data", report.bytes_read, total)
+
+
+def _replay_component(
+    store: Store, manifest: Manifest, name: str, component: Component, tables: dict[str, Digests], report: Report
+) -> None:
+    table = tables[name]
+    is_base = manifest.version == BASE_VERSION
+    covered = 0
+    for reference in component.parts:
+        part = _read_part(store, manifest, name, reference, report)
+        if part is None:
+            tables.pop(name, None)
+            continue
+        covered += len(part)
+        known = part.new_digests if is_base else part.old_digests
+        if (table[part.numbers] != known).any():
+            raise CorruptObject(
+                f"{reference.key} does not fit the {'digest table' if is_base else 'version before'}.", key=reference.key
+            )
+        table[part.numbers] = part.new_digests
+    if name not in tables:
+        return
+    if is_base and component.parts and covered != len(table):
+        raise CorruptObject(f"The anchor of {name} has {covered} chunks of {len(table)}.", key=manifest_key(0))
+    found = snapshot_id(store.schema(name), table, store.hash)
+    if found != component.snapshot_id:
+        raise CorruptObject(
+            f"Version {manifest.version} leads to {found} instead of {component.snapshot_id}.",
+            key=manifest_key(manifest.version),
+        )
+    tables[name] = np.ascontiguousarray(table)
+
+
