@@ -1,0 +1,27 @@
+"""The `receiver` command: one file a verb."""
+
+from __future__ import annotations
+
+import sys
+
+from deltastore.cli.app import LazyGroup, run
+
+__all__ = ["main"]
+
+_VERBS = {
+    "run": "Follow a stream: keep a checkpoint and an engine at the wanted version.",
+    "once": "Bring a checkpoint and an engine to the wanted version, then exit.",
+    "status": "Ask a running receiver how it is.",
+    "verify": "Hash a checkpoint's live slot and compare.",
+}
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    group = LazyGroup(
+        "receiver",
+        package="receiver.cli",
+        verbs=_VERBS,
+        help="Keeps an inference host's checkpoint and engine at a stream's newest weights.",
+    )
+    sys.exit(run(group))

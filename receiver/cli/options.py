@@ -1,0 +1,44 @@
+"""What `run` and `once` share: their options, and what is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltastore.cli.app import debug_option, key_value_option, storage_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..daemon import Options
+
+__all__ = ["options_from", "receiver_options"]
+
+_SHARED = (
+    click.option("--store", required=True, metavar="URL", help="The store to follow."),
+    click.option("--checkpoint", required=True, metavar="DIR", type=Path, help="The local checkpoint; becomes a link."),
+    click.option("--base", metavar="DIR", type=Path, help="A checkpoint of the stream to start from."),
+    click.option("--target", default="latest", show_default=True, metavar="VERSION", help="The wanted version."),
+    click.option("--engine", default="none", show_default=True, metavar="NAME", help="The kind of engine: none or torch."),
+    click.option("--engine-url", metavar="URL", help="Where the engine listens."),
+    key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
+    click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
+    storage_options,
+    debug_option,
+)
+
+
+def receiver_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that `run` and `once` share."""
+    for option in reversed(_SHARED):
+        function = option(function)
+    return function
+
+
+def options_from(**values: Any) -> Options:
+    """Make the daemon's options from the command line's."""
+    from ..daemon import Options  # noqa: PLC0415 - heavy, and --help does without
+
+    return Options(**values)

@@ -1,0 +1,43 @@
+"""`receiver run`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+import click
+
+from .options import options_from, receiver_options
+
+__all__ = ["command"]
+
+_INTERRUPTED = 130
+
+
+@click.command("run")
+@receiver_options
+@click.option("--poll", type=click.FloatRange(0.01), default=1.0, show_default=True, help="Seconds between polls.")
+@click.option("--listen", default="127.0.0.1:9310", show_default=True, metavar="HOST:PORT", help="Where status is served.")
+def command(listen: str, **values: Any) -> int:
+    """Follow a stream until SIGTERM: keep a checkpoint and an engine at the wanted version."""
+    from ..daemon import Receiver  # noqa: PLC0415 - heavy, and --help does without
+    from ..status import Status, StatusServer  # noqa: PLC0415
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    status = Status(store=values["store"], checkpoint=str(values["checkpoint"]), target=values["target"])
+    receiver = Receiver(options_from(**values), status)
+    seen: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        seen.append(number)
+        receiver.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    with StatusServer(status, listen, token=os.environ.get("RECEIVER_TOKEN"), wake=receiver.wake) as server:
+        logging.getLogger("receiver").info("Listening on %s.", server.url)
+        receiver.run(url=server.url)
+    return _INTERRUPTED if signal.SIGINT in seen else 0

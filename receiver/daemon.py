@@ -1,0 +1,229 @@
+"""The receiver's loop: follow, patch, activate; back off when something fails, and go on serving what is there."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from deltastore.errors import (
+    DeltastoreError,
+    EngineError,
+    StorageError,
+    StoreNotFound,
+    VersionNotFound,
+)
+from deltastore.patch import default_workers
+from deltastore.reader import open_store
+
+from .activation import Weights, activate
+from .engines import make_engine
+from .follower import Follower
+from .patcher import Patcher
+from .slots import Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from deltastore.manifest import Manifest
+    from deltastore.reader import Store
+
+    from .engines import Engine
+    from .slots import LiveSlot
+    from .status import Status
+
+__all__ = ["Options", "Receiver", "Stopped"]
+
+_log = logging.getLogger("receiver")
+
+_FETCHERS = 4
+_LONGEST_PAUSE = 60.0
+
+
+class Stopped(Exception):  # noqa: N818 - no error: the receiver was told to stop
+    """Raised out of a patch when the receiver was told to stop; the live slot is untouched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What an operator decides. ``poll`` is in seconds."""
+
+    store: str
+    checkpoint: Path
+    base: Path | None = None
+    target: str = "latest"
+    poll: float = 1.0
+    engine: str = "none"
+    engine_url: str | None = None
+    engine_options: Mapping[str, str] = field(default_factory=dict)
+    storage_options: Mapping[str, object] = field(default_factory=dict)
+    workers: int | None = None
+
+
+class Receiver:
+    """One checkpoint, one engine. ``once`` makes one pass; ``run`` follows until ``stop`` is called (from any thread)."""
+
+    def __init__(self, options: Options, status: Status) -> None:
+        self._options = options
+        self._status = status
+        self._slots = Slots(options.checkpoint)
+        self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
+        self._stopping = threading.Event()
+        self._woken = threading.Event()
+        self._confirmed: tuple[str, str] | None = None  # incarnation and version that the engine last confirmed
+        self._refused: set[str] = set()  # commit ids that the engine could not load
+
+    # From other threads
+
+    def stop(self) -> None:
+        """End ``run`` soon; a patch going on is left off, an activation is brought to its end."""
+        self._stopping.set()
+        self._woken.set()
+
+    def wake(self) -> None:
+        """Look at the store now."""
+        self._woken.set()
+
+    # The two ways to work
+
+    def once(self) -> None:
+        """Bring checkpoint and engine to the wanted version. Raises what stands in the way."""
+        self._slots.lock()
+        try:
+            store = open_store(self._options.store, storage_options=self._options.storage_options)
+            self._begin(store)
+            self._step()
+            if self._status.error is not None:
+                raise self._status.error
+        finally:
+            self._slots.unlock()
+            self._engine.close()
+
+    def run(self, *, url: str | None = None) -> None:
+        """Follow the stream until told to stop. Only what an operator has to mend is raised; all else is tried again."""
+        self._slots.lock(url=url)
+        try:
+            self._until_done(self._start)
+            while not self._stopping.is_set():
+                self._until_done(self._step)
+                self._wait(self._options.poll)
+        except Stopped:
+            pass
+        finally:
+            self._slots.unlock()
+            self._engine.close()
+
+    def _until_done(self, action: Callable[[], None]) -> None:
+        """Do something; after a failure that may pass by itself, again, ever more slowly."""
+        failures = 0
+        while not self._stopping.is_set():
+            try:
+                action()
+            except (StorageError, StoreNotFound, VersionNotFound, EngineError) as error:
+                self._status.failed(error)
+            except DeltastoreError as error:
+                if self._status.version is None:  # nothing is served yet: an operator has to look at it
+                    raise
+                self._status.failed(error)
+            else:
+                if self._status.error is None:
+                    return
+            failures += 1
+            pause = min(self._options.poll * 2.0**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+            _log.warning("%s Next try in %.1f s.", self._status.error, pause)
+            self._wait(pause)
+
+    def _wait(self, seconds: float) -> None:
+        self._woken.wait(seconds)
+        self._woken.clear()
+
+    # One pass
+
+    def _start(self) -> None:
+        self._begin(open_store(self._options.store, storage_options=self._options.storage_options))
+
+    def _begin(self, store: Store) -> None:
+        """Take over the local checkpoint, whatever state it is in."""
+        self._follower = Follower(store, self._options.target)
+        self._patcher = Patcher(
+            store,
+            self._slots,
+            base=self._options.base,
+            workers=self._options.workers or default_workers(),
+            fetchers=_FETCHERS,
+            progress=self._progress,
+        )
+        self._status.stream_id = store.stream_id
+        self._status.enter("starting")
+        live = self._patcher.adopt()
+        if live is not None:
+            self._status.version = live.record.version
+        self._status.succeeded()
+
+    def _progress(self, what: str, done: int, total: int) -> None:
+        self._status.progress(what, done, total)
+        if self._stopping.is_set():
+            raise Stopped
+
+    def _step(self) -> None:
+        """One look at the store, and everything that follows from it."""
+        wanted = self._follower.wanted()
+        self._status.target = wanted.version
+        live = self._slots.live()
+        if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
+            live = self._patch(wanted)
+        self._status.enter("following")
+        self._serve(live, wanted)
+
+    def _patch(self, wanted: Manifest) -> LiveSlot:
+        self._status.enter("patching")
+        patched = self._patcher.move_to(wanted)
+        live = self._slots.live()
+        assert live is not None  # noqa: S101 - move_to has just made it live
+        self._status.patched(patched)
+        _log.info(
+            "Version %d is in place (from %s, %d bytes fetched; %s).",
+            patched.end,
+            "nothing" if patched.start is None else patched.start,
+            patched.fetched_bytes,
+            ", ".join(f"{name} {seconds:.3f} s" for name, seconds in patched.stages.items()),
+        )
+        return live
+
+    def _serve(self, live: LiveSlot, wanted: Manifest) -> None:
+        """Make sure that the engine serves the live slot; a restarted or paused engine is loaded and confirmed again."""
+        info = self._engine.info()
+        version = str(live.record.version)
+        if info.paused or info.version != version or self._confirmed != (info.incarnation, version):
+            self._confirmed = None
+            self._status.serving = None
+            self._activate(live, wanted)
+            info = self._engine.info()
+        if info.version is not None and not info.paused:
+            self._confirmed = (info.incarnation, info.version)
+            self._status.serving = int(info.version)
+        if wanted.commit_id not in self._refused:
+            self._status.succeeded()
+
+    def _activate(self, live: LiveSlot, wanted: Manifest) -> None:
+        self._status.enter("activating")
+        other = self._slots.other(live)
+        result = activate(
+            self._engine,
+            Weights(live.record.version, live.directory),
+            fallback=Weights(other.record.version, other.directory) if other else None,
+        )
+        self._status.activated(result)
+        stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in result.stages.items())
+        _log.info("Engine: %s, version %s (%s).", result.outcome, result.version, stages)
+        if result.outcome == "rolled-back":
+            self._refused.add(wanted.commit_id)
+            self._patcher.go_back()
+            self._status.version = result.version
+        if result.error is not None:
+            self._status.failed(result.error)
+
+

@@ -1,0 +1,40 @@
+"""Which version comes next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deltastore.errors import UsageError, VersionNotFound
+
+if TYPE_CHECKING:
+    from deltastore.manifest import Manifest
+    from deltastore.reader import Store
+
+__all__ = ["Follower"]
+
+
+class Follower:
+    """Decides the wanted version: the newest one, or a fixed one. A steady poll is one read of the store."""
+
+    def __init__(self, store: Store, target: str) -> None:
+        if target != "latest" and not target.startswith("tag:") and not (target.isascii() and target.isdigit()):
+            raise UsageError(f"{target!r} is no target.", hint="Give latest, a version's number, or tag:NAME.")
+        self._store = store
+        self._target = target
+        self._known: Manifest | None = None
+
+    def wanted(self) -> Manifest:
+        """Return the manifest of the version to be at; raises ``VersionNotFound`` while there is none such."""
+        if self._target != "latest":
+            return self._store.resolve(self._target)
+        if self._known is None:
+            self._known = self._store.latest()
+        else:
+            following = self._store.next(self._known.version)
+            if following is not None:
+                self._known = self._store.latest(at_least=following.version)
+        return self._known
+
+    def waits(self, error: VersionNotFound) -> bool:
+        """Tell whether a missing version may still come: a fixed target that is not published yet."""
+        return self._target != "latest" and isinstance(error, VersionNotFound)

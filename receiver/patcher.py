@@ -1,0 +1,187 @@
+"""Bringing the local checkpoint to a version: from the live slot into the other one, then the swap.
+
+An engine may go on generating, and may restart, at any moment of it: what it finds under the link is one whole version.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from deltastore.errors import CorruptObject, StreamMismatch, UsageError, VersionNotFound
+from deltastore.manifest import manifest_key
+from deltastore.restore import Source, build_checkpoint, identify
+from deltastore.spool import Spool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from deltastore.manifest import Manifest
+    from deltastore.reader import Store
+
+    from .slots import LiveSlot, Slots
+
+    Progress = Callable[[str, int, int], object]
+
+__all__ = ["Patched", "Patcher"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """What a patch did: versions, bytes downloaded, seconds of each stage (verify, fetch, patch, swap)."""
+
+    start: int | None
+    end: int
+    fetched_bytes: int
+    stored_bytes: int
+    stages: Mapping[str, float] = field(default_factory=dict)
+
+
+class Patcher:
+    """Keeps one local checkpoint. The lock of ``slots`` must be held."""
+
+    def __init__(
+        self,
+        store: Store,
+        slots: Slots,
+        *,
+        base: Path | None = None,
+        workers: int,
+        fetchers: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._store = store
+        self._slots = slots
+        self._base = base
+        self._workers = workers
+        self._fetchers = fetchers
+        self._progress = progress
+        self._source: Source | None = None
+
+    def adopt(self) -> LiveSlot | None:
+        """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.
+
+        A slot of ours must belong to this stream and history, and is verified if its bytes may have changed; a plain directory is
+        hashed and must be a version of the stream. Raises ``StreamMismatch``, ``BaseMismatch``, ``CorruptObject``.
+        """
+        live = self._slots.live()
+        if live is not None:
+            self._check_history(live)
+            self._source = self._slots.source(live, workers=self._workers, progress=self._counter("verify", live))
+            return live
+        if not self._slots.link.exists():
+            return None
+        if not self._slots.is_plain():
+            # A link of somebody else's, or files that are links, as model caches make them: read, never written through.
+            self._base = self._slots.link.resolve()
+            return None
+        source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
+        self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
+        return self.adopt()
+
+    def _counter(self, what: str, live: LiveSlot) -> Callable[[int], None] | None:
+        if self._progress is None:
+            return None
+        progress, total, done = self._progress, sum(file.size for file in live.record.files), 0
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            progress(what, done, total)
+
+        return advance
+
+    def _check_history(self, live: LiveSlot) -> None:
+        record = live.record
+        if record.stream_id != self._store.stream_id:
+            raise StreamMismatch(
+                f"{self._slots.link} follows the stream {record.stream_id}; {self._store.backend.url} holds {self._store.stream_id}.",
+                key=str(self._slots.link),
+                hint="Give this stream's store, or a checkpoint path of its own.",
+            )
+        try:
+            same = self._store.manifest(record.version).commit_id == record.commit_id
+        except VersionNotFound:
+            same = False
+        if not same:
+            raise StreamMismatch(
+                f"Version {record.version} in {self._store.backend.url} is not the one in {self._slots.link}: "
+                "the store was rolled back or replaced.",
+                key=manifest_key(record.version),
+                hint=f"Remove {self._slots.link} to start again from the store.",
+            )
+
+    def move_to(self, target: Manifest) -> Patched:
+        """Build ``target`` in the other slot, durably, and make it live. The live slot is only read.
+
+        Parts that were fetched before a kill are found again. Whatever fails, the live slot stays as it was.
+        """
+        started = time.perf_counter()
+        source = self._source or self._first_source()
+        start = source.version if source else None
+        plan = self._store.plan(start, target.version)
+        verified = time.perf_counter()
+        spool = Spool(self._slots.parts)
+        fetched_bytes = self._store.fetch(
+            plan, spool, workers=self._fetchers, progress=self._fetch_counter(plan.stored_bytes)
+        )
+        fetched = time.perf_counter()
+        name, directory = self._slots.prepare()
+        digests = build_checkpoint(
+            self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
+        )
+        self._slots.finish(name, target, digests, self._store.hash)
+        patched = time.perf_counter()
+        self._slots.swap(name)
+        live = self._slots.live()
+        if live is None or live.name != name:
+            raise CorruptObject(f"{self._slots.link} was changed by somebody else.", key=str(self._slots.link))
+        self._source = self._slots.source(live, workers=self._workers)
+        spool.clear()
+        swapped = time.perf_counter()
+        return Patched(
+            start=start,
+            end=target.version,
+            fetched_bytes=fetched_bytes,
+            stored_bytes=plan.stored_bytes,
+            stages={
+                "verify": verified - started,
+                "fetch": fetched - verified,
+                "patch": patched - fetched,
+                "swap": swapped - patched,
+            },
+        )
+
+    def _fetch_counter(self, total: int) -> Callable[[int], None] | None:
+        if self._progress is None:
+            return None
+        progress, done = self._progress, 0
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            progress("fetch", done, total)
+
+        return advance
+
+    def _first_source(self) -> Source | None:
+        """Return the base to start from on a host that has nothing under the checkpoint's path."""
+        if self._base is None:
+            return None
+        if self._base.resolve() == self._slots.link.resolve() and not self._slots.link.exists():
+            raise UsageError(f"{self._base} is the checkpoint's own path.", hint="Give another directory as --base.")
+        return identify(self._store, self._base, workers=self._workers, progress=self._progress)
+
+    def go_back(self) -> LiveSlot | None:
+        """Make the other slot live again if it still holds its version; returns it, or ``None``. Needs no store."""
+        live = self._slots.live()
+        if live is None:
+            return None
+        other = self._slots.other(live)
+        if other is None:
+            return None
+        self._slots.swap(other.name)
+        self._source = self._slots.source(other, workers=self._workers)
+        return other

@@ -1,0 +1,236 @@
+"""What a receiver says of itself: a record of its state, and the HTTP server that shows it.
+
+`/healthz` the process is up · `/readyz` the engine serves the wanted version · `/status` JSON · `/metrics` Prometheus ·
+`POST /wake` look at the store now.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from deltastore.clock import now
+from deltastore.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from deltastore.errors import DeltastoreError
+
+    from .activation import Activation
+    from .patcher import Patched
+
+__all__ = ["Status", "StatusServer"]
+
+_STAGE_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Status:
+    """The receiver's state. Written by its loop, read by the HTTP server's thread."""
+
+    def __init__(self, *, store: str, checkpoint: str, target: str) -> None:
+        self.stream_id: str | None = None
+        self.version: int | None = None
+        self.serving: int | None = None
+        self.error: DeltastoreError | None = None
+        self.target: int | None = None
+        self._fixed: dict[str, Any] = {
+            "store": store,
+            "checkpoint": checkpoint,
+            "wanted": target,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started_at": now(),
+        }
+        self._state = "starting"
+        self._progress: dict[str, Any] | None = None
+        self._stages: dict[str, float] = {}
+        self._last: dict[str, Any] = {}
+        self._activation: dict[str, Any] | None = None
+        self._updated = time.monotonic()
+        self.registry = CollectorRegistry()
+        self._version_gauge = Gauge("receiver_version", "Version in the live slot.", registry=self.registry)
+        self._target_gauge = Gauge("receiver_target_version", "Version wanted.", registry=self.registry)
+        self._ready_gauge = Gauge("receiver_ready", "1 while the wanted version is served.", registry=self.registry)
+        self._contact_gauge = Gauge(
+            "receiver_seconds_since_success", "Seconds since the last pass without an error.", registry=self.registry
+        )
+        self._fetched = Counter("receiver_fetched_bytes", "Bytes of parts downloaded.", registry=self.registry)
+        self._patches = Counter("receiver_patches", "Versions put in place.", registry=self.registry)
+        self._failures = Counter("receiver_failures", "Failures by kind.", ["kind"], registry=self.registry)
+        self._activations = Counter("receiver_activations", "Activations.", ["outcome"], registry=self.registry)
+        self._seconds = Histogram(
+            "receiver_stage_seconds", "Seconds by stage.", ["stage"], registry=self.registry, buckets=_STAGE_SECONDS
+        )
+
+    # What the loop tells
+
+    def enter(self, state: str) -> None:
+        """Note what is going on: starting, following, patching, activating."""
+        self._state = state
+        self._progress = None
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Note how far the work at hand is, in bytes."""
+        self._progress = {"stage": what, "done": done, "total": total}
+
+    def patched(self, patched: Patched) -> None:
+        """Note a version put in place."""
+        self.version = patched.end
+        self._patches.inc()
+        self._fetched.inc(patched.fetched_bytes)
+        self._last = {"from": patched.start, "to": patched.end, "fetched_bytes": patched.fetched_bytes}
+        self._observe(dict(patched.stages))
+
+    def activated(self, activation: Activation) -> None:
+        """Note how an activation ended."""
+        self._activations.labels(activation.outcome).inc()
+        self._activation = {
+            "outcome": activation.outcome,
+            "version": activation.version,
+            "paused_seconds": activation.paused_seconds,
+            "at": now(),
+        }
+        self._observe(dict(activation.stages))
+
+    def _observe(self, stages: dict[str, float]) -> None:
+        self._stages = {**self._stages, **stages}
+        for name, seconds in stages.items():
+            self._seconds.labels(name).observe(seconds)
+
+    def failed(self, error: DeltastoreError) -> None:
+        """Note a failure; the receiver is degraded until a pass succeeds."""
+        self.error = error
+        self._failures.labels(error.kind).inc()
+        self._state = "degraded"
+
+    def succeeded(self) -> None:
+        """Note a pass without an error."""
+        self.error = None
+        self._updated = time.monotonic()
+
+    # What others see
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine serves the wanted version."""
+        return self.target is not None and self.serving == self.target
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as the JSON of `/status`."""
+        lag = None if self.target is None or self.version is None else self.target - self.version
+        error = self.error
+        return {
+            **self._fixed,
+            "stream_id": self.stream_id,
+            "state": self._state,
+            "ready": self.ready,
+            "version": self.version,
+            "serving": self.serving,
+            "target": self.target,
+            "lag": lag,
+            "progress": self._progress,
+            "stages": self._stages,
+            "last_update": self._last,
+            "last_activation": self._activation,
+            "seconds_since_success": time.monotonic() - self._updated,
+            "error": None if error is None else {"kind": error.kind, "message": str(error), "hint": error.hint},
+        }
+
+    def metrics(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        self._version_gauge.set(-1 if self.version is None else self.version)
+        self._target_gauge.set(-1 if self.target is None else self.target)
+        self._ready_gauge.set(self.ready)
+        self._contact_gauge.set(time.monotonic() - self._updated)
+        return generate_latest(self.registry)
+
+
+class StatusServer:
+    """Serves a ``Status`` over HTTP from a thread of its own. ``listen`` is HOST:PORT; port 0 takes a free one.
+
+    Loopback is open; any other address needs a ``token``, which clients send as ``Authorization: Bearer``. Raises ``UsageError``.
+    """
+
+    def __init__(self, status: Status, listen: str, *, token: str | None, wake: Callable[[], None]) -> None:
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdigit():
+            raise UsageError(f"{listen!r} is no address.", hint="Give HOST:PORT, such as 127.0.0.1:9310.")
+        if host not in ("127.0.0.1", "::1", "localhost") and not token:
+            raise UsageError(
+                f"Listening on {host} needs a token.", hint="Set RECEIVER_TOKEN, or listen on 127.0.0.1."
+            )
+        self._status = status
+        self._token = token
+        self._wake = wake
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, int(port)))
+            self._socket.listen()
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise UsageError(f"{listen} is not free: {error}.", hint="Give another address with --listen.") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> StatusServer:
+        import uvicorn  # noqa: PLC0415 - only a daemon serves
+
+        config = uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="status", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=5)
+        self._socket.close()
+
+    def _app(self) -> Callable[..., Any]:
+        from starlette.applications import Starlette  # noqa: PLC0415 - only a daemon serves
+        from starlette.responses import JSONResponse, PlainTextResponse  # noqa: PLC0415
+        from starlette.routing import Route  # noqa: PLC0415
+
+        def allowed(request: Request) -> bool:
+            given = request.headers.get("authorization", "")
+            return self._token is None or hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
+
+        def guarded(answer: Callable[[], Response]) -> Callable[[Request], Any]:
+            async def endpoint(request: Request) -> Response:
+                return answer() if allowed(request) else PlainTextResponse("A token is needed.\n", status_code=401)
+
+            return endpoint
+
+        def ready() -> Response:
+            return JSONResponse({"ready": self._status.ready}, status_code=200 if self._status.ready else 503)
+
+        def wake() -> Response:
+            self._wake()
+            return JSONResponse({"woken": True})
+
+        return Starlette(
+            routes=[
+                Route("/healthz", guarded(lambda: PlainTextResponse("ok\n"))),
+                Route("/readyz", guarded(ready)),
+                Route("/status", guarded(lambda: JSONResponse(self._status.record()))),
+                Route("/metrics", guarded(lambda: PlainTextResponse(self._status.metrics()))),
+                Route("/wake", guarded(wake), methods=["POST"]),
+            ]
+        )
