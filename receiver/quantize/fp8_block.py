@@ -40,7 +40,7 @@ class Fp8Block:
 
     ``x.weight`` of shape ``[n, k]`` becomes ``x.weight`` (float8_e4m3fn, ``[n, k]``) and
     ``x.weight_scale_inv`` (float32, ``[ceil(n / 128), ceil(k / 128)]``); the value is their product.
-    Everything that is not a two-dimensional floating-point ``.weight``, or matches one of the glob patterns in
+    Everything that is not a two-dimensional floating-point ``.weight``, or matches one of the patterns in
     ``keep``, is left alone.
     """
 
