@@ -33,7 +33,7 @@ import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,14 +49,14 @@ from deltastore.errors import DeltastoreError, EngineError, UsageError
 from receiver.engines.torch_module import TorchModuleEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from types import FrameType
 
     from starlette.requests import Request
 
     from receiver.engines.served_model import Generation, ServedModel
 
-__all__ = ["EngineApp", "main", "serve"]
+__all__ = ["EngineApp", "main", "serve", "serve_in_thread"]
 
 _CONTROL_THREADS = 4
 _MAX_STREAMS = 32  # streams that generate at once; more wait for their turn
@@ -110,6 +110,12 @@ class EngineApp:
     def stop(self) -> None:
         """End every stream at its next token, and those that wait for a resume; for shutting down."""
         self.engine.stop()
+
+    def close(self) -> None:
+        """Stop, and wait for the threads to end."""
+        self.stop()
+        self._streams.shutdown()
+        self._control.shutdown()
 
     async def _health(self, request: Request) -> Response:
         del request
@@ -281,9 +287,7 @@ def serve(app: EngineApp, *, port: int = 0, ready_file: Path | None = None) -> N
     """
     # Bound here, so that the port is known, and nobody else's, before anything is told of it.
     with socket.create_server(("127.0.0.1", port)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(app.asgi, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
-        server = _Server(config, ready=lambda: _announce(url, ready_file), stop=app.stop)
+        server = _Server(_config(app), ready=lambda: _announce(_url(listener), ready_file), stop=app.stop)
         # uvicorn raises the signal again after an orderly end; nothing is left for it to do then.
         previous = [(sig, signal.signal(sig, _ignore)) for sig in (signal.SIGTERM, signal.SIGINT)]
         try:
@@ -291,15 +295,43 @@ def serve(app: EngineApp, *, port: int = 0, ready_file: Path | None = None) -> N
         finally:
             for sig, handler in previous:
                 signal.signal(sig, handler)
+            app.close()
+
+
+@contextmanager
+def serve_in_thread(app: EngineApp) -> Iterator[str]:
+    """Serve on a free port of 127.0.0.1 from a thread of this process; yields its URL."""
+    listening = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = _Server(_config(app), ready=listening.set, stop=app.stop)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="engine server")
+        thread.start()
+        try:
+            listening.wait()
+            yield _url(listener)
+        finally:
             app.stop()
+            server.should_exit = True
+            thread.join()
+            app.close()
+
+
+def _config(app: EngineApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app.asgi, log_level="warning", log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=5
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def _announce(url: str, ready_file: Path | None) -> None:
-    sys.stderr.write(f"serving on {url}\n")
     if ready_file is not None:
         draft = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
         draft.write_bytes(_line({"url": url, "pid": os.getpid()}))
         draft.replace(ready_file)
+    sys.stderr.write(f"serving on {url}\n")
 
 
 def _ignore(sig: int, frame: FrameType | None) -> None:

@@ -33,7 +33,10 @@ class Timeouts:
 
 
 class TorchServerEngine:
-    """Speaks to one server; whatever goes wrong on the way or there is an ``EngineError``. Nothing is retried."""
+    """Speaks to one server; whatever goes wrong, on the way or there, is an ``EngineError``.
+
+    Nothing is retried: the receiver decides that.
+    """
 
     def __init__(
         self,
@@ -98,9 +101,9 @@ class TorchServerEngine:
         if not isinstance(answer, dict):
             raise self._error(f"{path} answered something that is not an object")
         if response.status_code != httpx.codes.OK:
-            hint = answer.get("hint")
             message = answer.get("message", f"HTTP status {response.status_code}")
-            raise self._error(f"{path} was refused: {message}", key=answer.get("key"), hint=hint)
+            key, told = answer.get("key"), answer.get("hint")
+            raise self._error(f"{path} was refused: {message}", key=key, hint=told)
         return answer
 
     def _error(self, why: str, *, key: str | None = None, hint: str | None = None) -> EngineError:
