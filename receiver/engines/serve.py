@@ -60,6 +60,7 @@ __all__ = ["EngineApp", "main", "serve", "serve_in_thread"]
 
 _CONTROL_THREADS = 4
 _MAX_STREAMS = 32  # streams that generate at once; more wait for their turn
+_LINES_AHEAD = 256  # of a stream whose listener reads more slowly than it generates
 _MAX_BODY = 1 << 20  # bytes
 _T = TypeVar("_T")
 
@@ -162,50 +163,33 @@ class EngineApp:
 
     async def _generate(self, request: Request) -> Response:
         body = await _body(request, _GenerateRequest)
-        if (body.prompt is None) == (body.tokens is None) or body.max_tokens < 1 or body.temperature < 0:
-            raise UsageError(
-                "a generation takes a prompt or tokens, max_tokens of 1 or more and no negative temperature",
-                hint='Try: {"prompt": "def f", "max_tokens": 16}.',
-            )
+        _check(body)
         tokens = self._model.encode(body.prompt) if body.prompt is not None else body.tokens or []
         generation = self._model.generate(tokens, temperature=body.temperature, seed=body.seed)
         return StreamingResponse(self._lines(generation, body.max_tokens), media_type="application/x-ndjson")
 
     async def _lines(self, generation: Generation, count: int) -> AsyncIterator[bytes]:
-        loop = asyncio.get_running_loop()
-        lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-        left = threading.Event()
-
-        def emit(line: bytes | None) -> None:
-            with suppress(RuntimeError):  # the loop has closed: nobody is listening
-                loop.call_soon_threadsafe(lines.put_nowait, line)
-
-        self._streams.submit(self._produce, generation, count, emit, left)
+        pipe = _Pipe(asyncio.get_running_loop())
+        self._streams.submit(self._produce, generation, count, pipe)
         try:
-            while (line := await lines.get()) is not None:
+            while (line := await pipe.lines.get()) is not None:
                 yield line
+                pipe.room.release()
         finally:
-            left.set()
+            pipe.leave()
 
-    def _produce(
-        self,
-        generation: Generation,
-        count: int,
-        emit: Callable[[bytes | None], None],
-        left: threading.Event,
-    ) -> None:
+    def _produce(self, generation: Generation, count: int, pipe: _Pipe) -> None:
         """Generate in this thread until the count is reached or the listener has left."""
         try:
             for index in range(count):
-                if left.is_set():
+                if not pipe.send(_line({"index": index} | self._one(generation))):
                     return
-                emit(_line({"index": index} | self._one(generation)))
         except EngineError as error:
-            emit(_line({"error": _described(error)}))
+            pipe.send(_line({"error": _described(error)}))
         except (RuntimeError, ValueError, IndexError) as error:
-            emit(_line({"error": _described(EngineError(f"the forward pass failed: {error}"))}))
+            pipe.send(_line({"error": _described(EngineError(f"the forward pass failed: {error}"))}))
         finally:
-            emit(None)
+            pipe.end()
 
     def _one(self, generation: Generation) -> dict[str, object]:
         """One pass through the gate, with the weights digested on both sides of it."""
@@ -231,6 +215,38 @@ class EngineApp:
         await asyncio.get_running_loop().run_in_executor(self._control, call)
 
 
+class _Pipe:
+    """Lines from a thread that generates to the coroutine that sends them, a bounded number ahead.
+
+    A thread waits for room outside the gate, so a listener that does not read never holds up a pause.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.room = threading.Semaphore(_LINES_AHEAD)
+        self._loop = loop
+        self._left = False
+
+    def send(self, line: bytes) -> bool:
+        """Hand a line over from the thread; ``False`` once the listener has left."""
+        self.room.acquire()
+        self._put(line)
+        return not self._left
+
+    def end(self) -> None:
+        """Tell the coroutine that there are no more lines."""
+        self._put(None)
+
+    def leave(self) -> None:
+        """Tell the thread that nobody listens any more, wherever it waits."""
+        self._left = True
+        self.room.release()
+
+    def _put(self, line: bytes | None) -> None:
+        with suppress(RuntimeError):  # the loop has closed: nobody is listening
+            self._loop.call_soon_threadsafe(self.lines.put_nowait, line)
+
+
 async def _body(request: Request, kind: type[_T]) -> _T:
     content = b""
     async for block in request.stream():
@@ -241,6 +257,16 @@ async def _body(request: Request, kind: type[_T]) -> _T:
         return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
         raise UsageError(f"the body is not what this call takes: {error}", hint="Try: JSON.") from error
+
+
+def _check(body: _GenerateRequest) -> None:
+    if (body.prompt is None) == (body.tokens is None):
+        wrong = "a generation takes a prompt or tokens, and not both"
+    elif body.max_tokens < 1 or body.temperature < 0 or not 0 <= body.seed < 1 << 63:
+        wrong = "max_tokens is 1 or more, temperature not negative, seed below 2**63"
+    else:
+        return
+    raise UsageError(wrong, hint='Try: {"prompt": "def f", "max_tokens": 16}.')
 
 
 async def _refusal(request: Request, error: DeltastoreError) -> Response:

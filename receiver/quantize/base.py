@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from deltastore.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -64,7 +64,7 @@ _BUILT_IN = {
     "bf16": "receiver.quantize.bf16:Bf16",
     "fp8_block": "receiver.quantize.fp8_block:Fp8Block",
 }
-_registered: dict[str, Callable[[], SchemeFactory]] = {}
+_registered: dict[str, SchemeFactory] = {}
 
 
 def scheme_names() -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def register_scheme(name: str, factory: SchemeFactory) -> None:
     """Make ``factory`` known as ``name``; a name that is taken is a ``UsageError``."""
     if name in scheme_names():
         raise UsageError(f"a scheme named {name!r} already exists", key=name, hint="Try: another name.")
-    _registered[name] = lambda: factory
+    _registered[name] = factory
 
 
 def make_scheme(name: str, *, keep: Sequence[str] | None = None) -> Scheme:
@@ -85,7 +85,7 @@ def make_scheme(name: str, *, keep: Sequence[str] | None = None) -> Scheme:
     ``keep`` replaces the scheme's own glob patterns of tensors to leave in checkpoint precision.
     """
     if name in _registered:
-        return _registered[name]()(keep=keep)
+        return _registered[name](keep=keep)
     if name not in _BUILT_IN:
         known = ", ".join(scheme_names())
         raise UsageError(f"no quantization scheme is named {name!r}", key=name, hint=f"Try: one of {known}.")

@@ -125,6 +125,14 @@ def test_a_listener_that_leaves_ends_its_stream(server, engine_app):
         ]
 
 
+def test_a_listener_that_does_not_read_holds_up_no_pause(server, engine):
+    with server.stream("POST", "/generate", json={"prompt": "x", "max_tokens": 1_000_000}) as answer:
+        assert answer.status_code == 200
+        for _ in range(20):
+            engine.pause()
+            engine.resume()
+
+
 BAD = {
     "no JSON": ("/load", "{", "not what this call takes"),
     "another type": ("/load", {"checkpoint": 7, "version": "1"}, "not what this call takes"),
@@ -134,6 +142,8 @@ BAD = {
     "no such path": ("/load", {"checkpoint": "/nonexistent/ckpt", "version": "1"}, "cannot be loaded"),
     "no prompt": ("/generate", {"max_tokens": 3}, "takes a prompt or tokens"),
     "both prompts": ("/generate", {"prompt": "a", "tokens": [1]}, "takes a prompt or tokens"),
+    "no tokens wanted": ("/generate", {"prompt": "a", "max_tokens": 0}, "max_tokens is 1 or more"),
+    "a seed too big": ("/generate", {"prompt": "a", "seed": 1 << 63}, "seed below"),
     "too much": ("/generate", "x" * (1 << 21), "over 1 MiB"),
 }
 

@@ -293,16 +293,29 @@ def test_no_token_is_ever_of_mixed_weights(tiny_checkpoints, scheme):
     assert all(told == before == after == digests[version] for version, told, before, after in seen)
 
 
+def enter(gate, entered):
+    with gate.forward():
+        entered.set()
+
+
 def test_a_pause_waits_for_the_running_pass_and_holds_the_next():
     gate = GenerationGate()
+    waiting = threading.Semaphore(0)
+    wait_for = gate._changed.wait_for
+
+    def signal_and_wait(*arguments):
+        waiting.release()
+        return wait_for(*arguments)
+
     with ThreadPoolExecutor(2) as pool:
         with gate.forward():
+            gate._changed.wait_for = signal_and_wait
             pausing = pool.submit(gate.pause)
-            while not gate._shut:  # the pause has begun
-                threading.Event().wait(0.001)
+            assert waiting.acquire(timeout=5)
             assert not gate.held
             entered = threading.Event()
-            second = pool.submit(lambda: gate.forward().__enter__() or entered.set())
+            second = pool.submit(enter, gate, entered)
+            assert waiting.acquire(timeout=5)
             assert not pausing.done()
         pausing.result(timeout=5)
         assert gate.held

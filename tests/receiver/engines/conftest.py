@@ -18,7 +18,7 @@ from tools.demo.model import CausalLM, ModelConfig, save_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 TINY = ModelConfig(
     hidden_size=64,
