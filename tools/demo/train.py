@@ -55,7 +55,7 @@ class Trainer:
         *,
         seed: int = 0,
         threads: int | None = None,
-        learning_rate: float = 3e-6,
+        learning_rate: float = 2e-6,
         corpus: bytes | None = None,
     ) -> None:
         if threads is not None:
@@ -73,7 +73,7 @@ class Trainer:
 
     def pretrain(
         self,
-        steps: int = 140,
+        steps: int = 120,
         *,
         learning_rate: float = 1.5e-3,
         batch: int = 4,
