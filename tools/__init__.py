@@ -1,0 +1,1 @@
+"""Programs beside the product: the demonstration, benchmarks and chaos."""

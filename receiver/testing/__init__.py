@@ -1,0 +1,1 @@
+"""Public suites for authors of other engine adapters."""

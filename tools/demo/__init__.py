@@ -1,0 +1,1 @@
+"""A small language model, trained and served for real, to show the product at work."""
