@@ -70,7 +70,9 @@ _DIALECTS: Final = {
 _SYNCHRONOUS: Final = threading.RLock()
 
 
-def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBackend:
+def open_fsspec(
+    url: str, *, storage_options: Mapping[str, object], timeout: float = _BASE_TIMEOUT
+) -> FsspecBackend:
     """Open a remote URL; no request is sent yet. Raises ``UsageError`` for what can never work."""
     import fsspec  # noqa: PLC0415 - a local store must not wait for it
 
@@ -93,8 +95,6 @@ def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBac
     # What fsspec.url_to_fs does, less the instance cache and with one place for errors.
     from_url = kind._get_kwargs_from_urls(plain_url)  # noqa: SLF001 - the hook that fsspec itself calls
     root = kind._strip_protocol(plain_url).rstrip("/")  # noqa: SLF001
-    if not root.strip("/"):
-        raise UsageError(f"{plain_url} names no bucket", hint=f"write {protocol}://BUCKET/PREFIX")
     try:
         file_system = kind(**{**from_url, **options})
     except Exception as error:
@@ -104,7 +104,9 @@ def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBac
         ) from error
     if _DIALECTS[protocol] is _S3:
         file_system.retries = 1
-    return FsspecBackend(file_system, root, url=plain_url, protocol=protocol, secrets=secrets)
+    return FsspecBackend(
+        file_system, root, url=plain_url, protocol=protocol, timeout=timeout, secrets=secrets
+    )
 
 
 class FsspecBackend:
@@ -283,6 +285,8 @@ def _split(url: str) -> tuple[Any, dict[str, object]]:
         raise UsageError(
             f"{shown.scheme}:// URLs take no ? or #", hint="give settings and credentials as storage options"
         )
+    if not parts.netloc:
+        raise UsageError(f"{shown.scheme}:// names no bucket", hint=f"write {shown.scheme}://BUCKET/PREFIX")
     user, at, host = parts.netloc.rpartition("@")
     name, colon, password = user.partition(":")
     if at and not colon and _DIALECTS[shown.scheme] is _AZURE:
