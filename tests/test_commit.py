@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltastore.commit import RESENDS, commit, settle
@@ -271,6 +271,7 @@ ERRORS = {
 }
 
 
+@settings(max_examples=300, deadline=None)
 @given(
     scripts,
     scripts,

@@ -13,6 +13,7 @@ import concurrent.futures
 import os
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -36,6 +37,8 @@ _SLOWEST_BYTES_A_SECOND: Final = 1 << 20
 # A listing is many requests one after the other.
 _LIST_TIMEOUT: Final = 300.0
 _CLOSE_TIMEOUT: Final = 5.0
+
+_WAIT_STEP: Final = 0.5
 
 _CREATE_LIMIT: Final = 4 << 20
 
@@ -75,11 +78,11 @@ def open_fsspec(
 ) -> FsspecBackend:
     """Open a remote URL; no request is sent yet. Raises ``UsageError`` for what can never work."""
     import fsspec  # noqa: PLC0415 - a local store must not wait for it
+    from fsspec.config import apply_config  # noqa: PLC0415
 
     parts, credentials = _split(url)
     protocol = parts.scheme
     options = parse_options({**credentials, **storage_options})
-    secrets = secrets_of(options)
     plain_url = urlunsplit(parts)
     try:
         kind = fsspec.get_filesystem_class(protocol)
@@ -87,6 +90,9 @@ def open_fsspec(
         extra = _DIALECTS[protocol].extra
         hint = f"pip install 'deltastore[{extra}]'" if extra else "install fsspec and s3fs"
         raise UsageError(f"what {protocol}:// needs is not installed", hint=hint) from None
+    # FSSPEC_* and fsspec's configuration files, for what was not given.
+    options = apply_config(kind, options)
+    secrets = secrets_of(options)
     if _DIALECTS[protocol] is _S3:
         options = _s3_options(options)
     # Other processes write to the same store, so nothing seen once may be believed later; and a file
@@ -256,12 +262,13 @@ class FsspecBackend:
             answer.append(await call())
 
         future = asyncio.run_coroutine_threadsafe(run(), self._fs.loop)
+        deadline = time.monotonic() + seconds
         try:
-            future.result(seconds)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():
-                raise
-            raise TimeoutError(f"no answer within {seconds:.0f} s") from error
+            # In short steps: a signal that another thread receives does not end a wait of this one.
+            while not concurrent.futures.wait([future], timeout=min(_WAIT_STEP, seconds)).done:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer within {seconds:.0f} s")
+            future.result()
         finally:
             future.cancel()
         return answer.pop()

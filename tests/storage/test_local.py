@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -276,6 +277,56 @@ def test_interrupted_write_leaves_nothing(backend, root, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         backend.write("a", b"x")
     assert files(root) == []
+
+
+def test_a_name_believed_absent_is_asked_for_again(backend, root, monkeypatch):
+    backend.write("a", b"x")
+    # As an NFS client does: absent until the directory was opened.
+    real, opened = os.open, []
+
+    def stale(path: Path, flags: int, *args: object) -> int:
+        opened.append(path)
+        if path == root / "a" and root not in opened:
+            raise FileNotFoundError(errno.ENOENT, "stale")
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", stale)
+    assert backend.read("a", limit=1) == b"x"
+
+
+def test_sweep(backend, root):
+    assert backend.sweep() == 0
+    backend.write("a", b"x")
+    for name, age in (("young", 10), ("old", 100)):
+        path = root / ".tmp" / name
+        path.write_bytes(b"left over")
+        os.utime(path, (time.time() - age, time.time() - age))
+    assert backend.sweep(older_than=50) == 9
+    assert files(root) == [".tmp/young", "a"]
+    assert backend.sweep(older_than=0) == 9
+    assert files(root) == ["a"]
+
+
+def test_killed_writers_leave_whole_objects(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from deltastore.storage.local import LocalBackend\n"
+        "backend = LocalBackend(Path(sys.argv[1]))\n"
+        "for number in range(10**6):\n"
+        "    backend.write('a', bytes([number % 256]) * 300_000)\n"
+        "    if not number: print('ready', flush=True)\n"
+    )
+    reader = LocalBackend(tmp_path)
+    for _ in range(5):
+        with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) as writer:
+            writer.stdout.readline()
+            for _ in range(20):
+                with suppress(ObjectNotFound):
+                    assert len(set(reader.read("a", limit=1 << 20))) == 1
+            writer.kill()
+        data = reader.read("a", limit=1 << 20)
+        assert len(data) == 300_000
+        assert len(set(data)) == 1
+    assert [info.key for info in reader.list("")] == ["a"]
 
 
 def test_imports_little():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -51,8 +54,8 @@ class Stub:
         return open_fsspec("s3://bucket/run", storage_options=options, timeout=timeout)
 
 
-@pytest.fixture
-def stub() -> Iterator[Stub]:
+@pytest.fixture(scope="module")
+def running_stub() -> Iterator[Stub]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -85,8 +88,16 @@ def stub() -> Iterator[Stub]:
 
 
 @pytest.fixture
-def backend(stub):
-    with closing(stub.open()) as backend:
+def stub(running_stub) -> Iterator[Stub]:
+    running_stub.requests.clear()
+    yield running_stub
+    assert running_stub.answers == []
+
+
+@pytest.fixture(scope="module")
+def backend(running_stub):
+    # Making a client takes longer than anything that is tested with it.
+    with closing(running_stub.open()) as backend:
         yield backend
 
 
@@ -246,6 +257,17 @@ def test_a_silent_server_does_not_hold_us(operation):
     assert caught.value.transient
 
 
+def test_an_interruption_ends_the_wait():
+    with silent_server() as endpoint, closing(Stub(endpoint).open()) as backend:
+        timer = threading.Timer(0.3, _thread.interrupt_main)
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            backend.create("a", b"x")
+        assert time.monotonic() - started < 5
+        timer.join()
+
+
 def test_not_carried_over_a_fork(monkeypatch, backend):
     monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(StorageError, match="another process") as caught:
@@ -284,6 +306,27 @@ def test_environment(stub, monkeypatch):
         stub.will_answer(206, b"x")
         assert backend.read("a", limit=9) == b"x"
     assert "from-the-environment/" in stub.requests[0][2]["Authorization"]
+
+
+def test_fsspec_environment(stub):
+    stub.will_answer(206, b"x")
+    code = (
+        "from deltastore.storage.remote import open_fsspec;"
+        "b = open_fsspec('s3://bucket/run', storage_options={}); print(b.read('a', limit=9)); b.close()"
+    )
+    environment = {
+        "FSSPEC_S3_ENDPOINT_URL": stub.endpoint,
+        "FSSPEC_S3_KEY": "from-fsspec",
+        "FSSPEC_S3_SECRET": "x",
+        "FSSPEC_S3_CLIENT_KWARGS": '{"region_name": "eu-north-7"}',
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "b'x'\n"
+    assert "from-fsspec/" in stub.requests[0][2]["Authorization"]
+    assert "/eu-north-7/s3/" in stub.requests[0][2]["Authorization"]
 
 
 def test_credentials_in_the_url(stub):
