@@ -55,8 +55,9 @@ def commit(
     key. An interruption (Ctrl-C) leaves a commit that has begun in the same doubt.
     """
     _check(key, data, limit)
-    if _send(backend, key, data) is not None:
-        settle(backend, key, data, limit=limit, resends=resends, sleep=sleep)
+    failure = _send(backend, key, data)
+    if failure is not None:
+        _settle(backend, key, data, failure, limit=limit, resends=resends, sleep=sleep)
 
 
 def settle(
@@ -73,9 +74,22 @@ def settle(
     Ends as ``commit`` does, and may be called any number of times. Reads before it sends.
     """
     _check(key, data, limit)
-    failure: StorageError | None = None
+    _settle(backend, key, data, None, limit=limit, resends=resends, sleep=sleep)
+
+
+def _settle(
+    backend: Backend,
+    key: str,
+    data: bytes,
+    failure: StorageError | None,
+    *,
+    limit: int,
+    resends: int,
+    sleep: Callable[[float], None],
+) -> None:
+    """Read back and send in turn, after a ``failure`` to create or none known, until it is settled."""
     for sent in range(resends + 1):
-        if _is_committed(backend, key, data, limit, failure):
+        if _is_committed(backend, key, data, limit):
             return
         if sent == resends or (failure is not None and not _may_pass(failure)):
             break
@@ -103,17 +117,17 @@ def _send(backend: Backend, key: str, data: bytes) -> StorageError | None:
     return None
 
 
-def _is_committed(backend: Backend, key: str, data: bytes, limit: int, failure: StorageError | None) -> bool:
+def _is_committed(backend: Backend, key: str, data: bytes, limit: int) -> bool:
     """Read back: whether ours is there, or nothing. Another's is a conflict, an error a doubt."""
+    found: bytes | None
     try:
         found = backend.read(key, limit=limit)
     except ObjectNotFound:
         return False
     except CorruptObject:
-        # Larger than any manifest may be, so certainly not what we sent.
-        found = b""
+        # Larger than any object of this kind may be, so certainly not what we sent.
+        found = None
     except StorageError as error:
-        error.__context__ = failure
         raise _doubt(key, f"{key} was sent and cannot be read back: {error}", error) from error
     if found != data:
         raise VersionConflict(

@@ -35,7 +35,8 @@ _DENIED: Final = frozenset(
 # The network or the server, as opposed to the request.
 _PASSING: Final = frozenset(
     {
-        "aiohttp.client_exceptions.ClientError",
+        "aiohttp.client_exceptions.ClientConnectionError",
+        "aiohttp.client_exceptions.ClientPayloadError",
         "asyncio.exceptions.IncompleteReadError",
         "asyncio.exceptions.TimeoutError",
         "azure.core.exceptions.ServiceRequestError",
@@ -99,15 +100,16 @@ def _no_bucket(verb: str, key: str | None, url: str) -> StorageError:
 
 def _is_passing(error: Exception) -> bool:
     """Whether the same request may succeed a moment later."""
+    # By their kind first: some errors of the connection carry a made-up status.
+    if any(_kinds(link) & _PASSING for link in _chain(error)):
+        return True
     status = _status(error)
     if status is not None:
         return status in _PASSING_STATUS
-    if _kinds(error) & _PASSING:
-        return True
     return isinstance(error, OSError) and error.errno in _PASSING_ERRNO
 
 
-def _kinds(error: Exception) -> set[str]:
+def _kinds(error: BaseException) -> set[str]:
     """Return the full names of the error's class and of those it derives from."""
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
 

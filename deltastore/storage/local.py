@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -67,8 +68,7 @@ class LocalBackend:
         """Return the whole object; its size is checked against ``limit`` before any byte is read."""
         path = self._path(key)
         with _translated("read", key, absent=True):
-            # Opening a FIFO that someone left under the key must not block.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = _open_for_reading(path)
             try:
                 return _read_whole(descriptor, key, limit)
             finally:
@@ -129,6 +129,25 @@ class LocalBackend:
             with suppress(FileNotFoundError):
                 _sync_directory(path.parent)
         self._prune(path.parent)
+
+    def sweep(self, *, older_than: float = 86_400.0) -> int:
+        """Remove the temporary files of writers that were killed; return how many bytes came free.
+
+        A file younger than ``older_than`` seconds may belong to a writer at work. Should an older one too,
+        its write fails and has stored nothing.
+        """
+        freed = 0
+        try:
+            with _translated("sweep", None, absent=True), os.scandir(self._root / _TEMPORARY) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if time.time() - status.st_mtime >= older_than:
+                            Path(entry).unlink()
+                            freed += status.st_size
+        except ObjectNotFound:
+            return 0
+        return freed
 
     def _path(self, key: str) -> Path:
         check_key(key)
@@ -212,6 +231,20 @@ def _scan(root: Path, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
         if error.errno not in _ABSENT:
             raise
     return directories, objects
+
+
+def _open_for_reading(path: Path) -> int:
+    """Open a file that another host may have made a moment ago."""
+    # A FIFO that someone left under the key must not block us.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        # An NFS client that has once seen a name absent goes on believing it, up to a minute by default.
+        # Opening the directory makes it ask whether that has changed.
+        with suppress(OSError):
+            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        return os.open(path, flags)
 
 
 def _read_whole(descriptor: int, key: str, limit: int) -> bytes:

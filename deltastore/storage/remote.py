@@ -13,6 +13,7 @@ import concurrent.futures
 import os
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -36,6 +37,8 @@ _SLOWEST_BYTES_A_SECOND: Final = 1 << 20
 # A listing is many requests one after the other.
 _LIST_TIMEOUT: Final = 300.0
 _CLOSE_TIMEOUT: Final = 5.0
+
+_WAIT_STEP: Final = 0.5
 
 _CREATE_LIMIT: Final = 4 << 20
 
@@ -70,14 +73,16 @@ _DIALECTS: Final = {
 _SYNCHRONOUS: Final = threading.RLock()
 
 
-def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBackend:
+def open_fsspec(
+    url: str, *, storage_options: Mapping[str, object], timeout: float = _BASE_TIMEOUT
+) -> FsspecBackend:
     """Open a remote URL; no request is sent yet. Raises ``UsageError`` for what can never work."""
     import fsspec  # noqa: PLC0415 - a local store must not wait for it
+    from fsspec.config import apply_config  # noqa: PLC0415
 
     parts, credentials = _split(url)
     protocol = parts.scheme
     options = parse_options({**credentials, **storage_options})
-    secrets = secrets_of(options)
     plain_url = urlunsplit(parts)
     try:
         kind = fsspec.get_filesystem_class(protocol)
@@ -85,6 +90,9 @@ def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBac
         extra = _DIALECTS[protocol].extra
         hint = f"pip install 'deltastore[{extra}]'" if extra else "install fsspec and s3fs"
         raise UsageError(f"what {protocol}:// needs is not installed", hint=hint) from None
+    # FSSPEC_* and fsspec's configuration files, for what was not given.
+    options = apply_config(kind, options)
+    secrets = secrets_of(options)
     if _DIALECTS[protocol] is _S3:
         options = _s3_options(options)
     # Other processes write to the same store, so nothing seen once may be believed later; and a file
@@ -93,8 +101,6 @@ def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBac
     # What fsspec.url_to_fs does, less the instance cache and with one place for errors.
     from_url = kind._get_kwargs_from_urls(plain_url)  # noqa: SLF001 - the hook that fsspec itself calls
     root = kind._strip_protocol(plain_url).rstrip("/")  # noqa: SLF001
-    if not root.strip("/"):
-        raise UsageError(f"{plain_url} names no bucket", hint=f"write {protocol}://BUCKET/PREFIX")
     try:
         file_system = kind(**{**from_url, **options})
     except Exception as error:
@@ -104,7 +110,9 @@ def open_fsspec(url: str, *, storage_options: Mapping[str, object]) -> FsspecBac
         ) from error
     if _DIALECTS[protocol] is _S3:
         file_system.retries = 1
-    return FsspecBackend(file_system, root, url=plain_url, protocol=protocol, secrets=secrets)
+    return FsspecBackend(
+        file_system, root, url=plain_url, protocol=protocol, timeout=timeout, secrets=secrets
+    )
 
 
 class FsspecBackend:
@@ -254,12 +262,13 @@ class FsspecBackend:
             answer.append(await call())
 
         future = asyncio.run_coroutine_threadsafe(run(), self._fs.loop)
+        deadline = time.monotonic() + seconds
         try:
-            future.result(seconds)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():
-                raise
-            raise TimeoutError(f"no answer within {seconds:.0f} s") from error
+            # In short steps: a signal that another thread receives does not end a wait of this one.
+            while not concurrent.futures.wait([future], timeout=min(_WAIT_STEP, seconds)).done:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer within {seconds:.0f} s")
+            future.result()
         finally:
             future.cancel()
         return answer.pop()
@@ -283,6 +292,8 @@ def _split(url: str) -> tuple[Any, dict[str, object]]:
         raise UsageError(
             f"{shown.scheme}:// URLs take no ? or #", hint="give settings and credentials as storage options"
         )
+    if not parts.netloc:
+        raise UsageError(f"{shown.scheme}:// names no bucket", hint=f"write {shown.scheme}://BUCKET/PREFIX")
     user, at, host = parts.netloc.rpartition("@")
     name, colon, password = user.partition(":")
     if at and not colon and _DIALECTS[shown.scheme] is _AZURE:

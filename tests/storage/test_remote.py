@@ -1,0 +1,348 @@
+"""Object storage without a real one: memory, and a server that answers what it is told."""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deltastore.errors import CorruptObject, ObjectExists, ObjectNotFound, StorageError, UsageError
+from deltastore.storage.remote import open_fsspec
+from deltastore.testing.storage_contract import StorageContract
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_names = itertools.count()
+
+
+class TestMemory(StorageContract):
+    race_rounds = 50
+
+    @pytest.fixture
+    def open_another(self):
+        url = f"memory://contract-{next(_names)}/run"
+        return lambda: open_fsspec(url, storage_options={})
+
+
+class Stub:
+    """An S3 server that gives the answers it was told, in order, and remembers what it was asked."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.answers: list[tuple[int, bytes, dict[str, str]]] = []
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+
+    def will_answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.answers.append((status, body, headers))
+
+    def will_refuse(self, status: int, code: str, message: str = "because") -> None:
+        body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        self.will_answer(status, body)
+
+    def open(self, *, timeout: float = 10.0, **options: object):
+        options = {"endpoint_url": self.endpoint, "key": "an-access-key", "secret": "a-secret-key", **options}
+        return open_fsspec("s3://bucket/run", storage_options=options, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def running_stub() -> Iterator[Stub]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            self.rfile.read(length)
+            server.requests.append((self.command, self.path, dict(self.headers)))
+            status, body, headers = server.answers.pop(0)
+            self.send_response(status)
+            for name, value in ({"Content-Length": str(len(body))} | headers).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = answer  # noqa: N815 - called by these names
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        server = Stub(f"http://127.0.0.1:{http.server_port}")
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def stub(running_stub) -> Iterator[Stub]:
+    running_stub.requests.clear()
+    yield running_stub
+    assert running_stub.answers == []
+
+
+@pytest.fixture(scope="module")
+def backend(running_stub):
+    # Making a client takes longer than anything that is tested with it.
+    with closing(running_stub.open()) as backend:
+        yield backend
+
+
+def test_a_poll_is_one_request(stub, backend):
+    for _ in range(3):
+        stub.will_refuse(404, "NoSuchKey")
+    stub.will_answer(206, b"here")
+    for _ in range(3):
+        with pytest.raises(ObjectNotFound):
+            backend.read("a", limit=99)
+    assert backend.read("a", limit=99) == b"here"
+    assert [(method, path.partition("?")[0]) for method, path, _ in stub.requests] == [
+        ("GET", "/bucket/run/a")
+    ] * 4
+
+
+def test_no_more_is_asked_for_than_the_limit_and_one(stub, backend):
+    stub.will_answer(206, b"x" * 10)
+    with pytest.raises(CorruptObject):
+        backend.read("a", limit=9)
+    assert stub.requests[0][2]["Range"] == "bytes=0-9"
+
+
+def test_a_large_object_is_one_put(stub, backend):
+    stub.will_answer(200, ETag='"x"')
+    backend.write("a", bytes(101 << 20))
+    assert [method for method, _, _ in stub.requests] == ["PUT"]
+
+
+def test_create_is_conditional(stub, backend):
+    stub.will_answer(200, ETag='"x"')
+    backend.create("a", b"x")
+    assert stub.requests[0][2]["If-None-Match"] == "*"
+    with pytest.raises(UsageError):
+        backend.create("a", bytes(5 << 20))
+    assert len(stub.requests) == 1
+
+
+def test_empty_object(stub, backend):
+    stub.will_refuse(416, "InvalidRange")
+    stub.will_answer(200, ETag='"x"', **{"Content-Length": "0"})
+    assert backend.read("a", limit=9) == b""
+
+
+def test_range_refused_for_an_object_with_bytes(stub, backend):
+    stub.will_refuse(416, "InvalidRange")
+    stub.will_answer(200, ETag='"x"', **{"Content-Length": "5"})
+    with pytest.raises(StorageError):
+        backend.read("a", limit=9)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (412, "PreconditionFailed", ObjectExists),
+        (409, "ConditionalRequestConflict", StorageError),
+        (409, "OperationAborted", StorageError),
+        (503, "SlowDown", StorageError),
+        (500, "InternalError", StorageError),
+        (403, "AccessDenied", StorageError),
+        (404, "NoSuchBucket", StorageError),
+    ],
+)
+def test_answers_to_create(stub, backend, status, code, kind):
+    stub.will_refuse(status, code)
+    with pytest.raises(StorageError) as caught:
+        backend.create("a", b"x")
+    assert type(caught.value) is kind
+    assert len(stub.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "transient"),
+    [
+        (503, "SlowDown", True),
+        (503, "ServiceUnavailable", True),
+        (500, "InternalError", True),
+        (429, "TooManyRequests", True),
+        (409, "OperationAborted", True),
+        (403, "AccessDenied", False),
+        (403, "SignatureDoesNotMatch", False),
+        (400, "InvalidArgument", False),
+        (501, "NotImplemented", False),
+    ],
+)
+def test_what_is_worth_repeating(stub, backend, status, code, transient):
+    for call in (
+        lambda: backend.read("a", limit=9),
+        lambda: backend.write("a", b"x"),
+        lambda: backend.delete("a"),
+    ):
+        stub.requests.clear()
+        stub.will_refuse(status, code, "an-access-key is not\nwelcome")
+        with pytest.raises(StorageError) as caught:
+            call()
+        assert type(caught.value) is StorageError
+        assert caught.value.transient is transient
+        assert caught.value.hint
+        assert "an-access-key" not in str(caught.value)
+        assert "*** is not welcome" in str(caught.value)
+        assert len(stub.requests) == 1
+
+
+def test_missing_bucket(stub, backend):
+    stub.will_refuse(404, "NoSuchBucket")
+    with pytest.raises(ObjectNotFound, match="bucket") as caught:
+        backend.read("a", limit=9)
+    assert "create the bucket" in caught.value.hint
+    stub.will_refuse(404, "NoSuchBucket")
+    with pytest.raises(StorageError, match="bucket"):
+        [*backend.list("")]
+
+
+def test_body_cut_short(stub, backend):
+    stub.will_answer(206, b"only this", **{"Content-Length": "1000", "Connection": "close"})
+    with pytest.raises(StorageError) as caught:
+        backend.read("a", limit=9999)
+    assert caught.value.transient
+
+
+def test_refused_connection():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with closing(Stub(endpoint).open()) as backend, pytest.raises(StorageError) as caught:
+            backend.read("a", limit=9)
+    assert caught.value.transient
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """Accept connections, and never say a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=32) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "create", "list", "delete"])
+def test_a_silent_server_does_not_hold_us(operation):
+    calls = {
+        "read": lambda backend: backend.read("a", limit=9),
+        "write": lambda backend: backend.write("a", b"x"),
+        "create": lambda backend: backend.create("a", b"x"),
+        "list": lambda backend: [*backend.list("")],
+        "delete": lambda backend: backend.delete("a"),
+    }
+    # A listing has a longer deadline, and is ended by the time that one answer may take.
+    patience = {"read_timeout": 0.2} if operation == "list" else {}
+    with (
+        silent_server() as endpoint,
+        closing(Stub(endpoint).open(timeout=0.2, config_kwargs=patience)) as backend,
+    ):
+        started = time.monotonic()
+        with pytest.raises(StorageError) as caught:
+            calls[operation](backend)
+        assert time.monotonic() - started < 5
+    assert type(caught.value) is StorageError
+    assert caught.value.transient
+
+
+def test_an_interruption_ends_the_wait():
+    with silent_server() as endpoint, closing(Stub(endpoint).open()) as backend:
+        timer = threading.Timer(0.3, _thread.interrupt_main)
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            backend.create("a", b"x")
+        assert time.monotonic() - started < 5
+        timer.join()
+
+
+def test_not_carried_over_a_fork(monkeypatch, backend):
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(StorageError, match="another process") as caught:
+        backend.read("a", limit=9)
+    assert not caught.value.transient
+    monkeypatch.undo()
+
+
+def test_regions_and_nested_options_reach_the_library(stub):
+    options = {
+        "region": "eu-north-7",
+        "config_kwargs.user_agent_extra": "nested/1",
+        "token": "a-session-token",
+    }
+    with closing(stub.open(**options)) as backend:
+        stub.will_answer(200, ETag='"x"')
+        backend.write("a", b"x")
+    headers = stub.requests[0][2]
+    assert "/eu-north-7/s3/" in headers["Authorization"]
+    assert "nested/1" in headers["User-Agent"]
+    assert headers["X-Amz-Security-Token"] == "a-session-token"
+
+
+def test_anonymous(stub):
+    with closing(stub.open(anon="true")) as backend:
+        stub.will_answer(206, b"x")
+        backend.read("a", limit=9)
+    assert "Authorization" not in stub.requests[0][2]
+
+
+def test_environment(stub, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", stub.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    with closing(open_fsspec("s3://bucket/run", storage_options={})) as backend:
+        stub.will_answer(206, b"x")
+        assert backend.read("a", limit=9) == b"x"
+    assert "from-the-environment/" in stub.requests[0][2]["Authorization"]
+
+
+def test_fsspec_environment(stub):
+    stub.will_answer(206, b"x")
+    code = (
+        "from deltastore.storage.remote import open_fsspec;"
+        "b = open_fsspec('s3://bucket/run', storage_options={}); print(b.read('a', limit=9)); b.close()"
+    )
+    environment = {
+        "FSSPEC_S3_ENDPOINT_URL": stub.endpoint,
+        "FSSPEC_S3_KEY": "from-fsspec",
+        "FSSPEC_S3_SECRET": "x",
+        "FSSPEC_S3_CLIENT_KWARGS": '{"region_name": "eu-north-7"}',
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "b'x'\n"
+    assert "from-fsspec/" in stub.requests[0][2]["Authorization"]
+    assert "/eu-north-7/s3/" in stub.requests[0][2]["Authorization"]
+
+
+def test_credentials_in_the_url(stub):
+    url = "s3://AKID:SECRET%2F1@bucket/run"
+    with closing(open_fsspec(url, storage_options={"endpoint_url": stub.endpoint})) as backend:
+        stub.will_refuse(400, "InvalidArgument", "AKID and SECRET/1 are wrong")
+        with pytest.raises(StorageError) as caught:
+            backend.read("a", limit=9)
+    assert "AKID/" in stub.requests[0][2]["Authorization"]
+    assert "*** and *** are wrong" in str(caught.value)
+
+
+def test_closed_and_used_again(stub, backend):
+    backend.close()
+    for _ in range(2):
+        stub.will_answer(206, b"x")
+        assert backend.read("a", limit=9) == b"x"
+        backend.close()
+        backend.close()
