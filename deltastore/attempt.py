@@ -93,9 +93,7 @@ class Attempt:
     def spooled_parts(self, schema: Schema, component: str = MODEL) -> list[Part]:
         """Return the component's parts as the store has them, read from the spool."""
         return [
-            parse_part(
-                self._spool.open(reference), self._identity(component), schema, self._hash, key=reference.key
-            )
+            parse_part(self._spool.open(reference), self._identity(component), schema, self._hash, key=reference.key)
             for reference in self._parts.get(component, [])
         ]
 

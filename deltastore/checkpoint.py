@@ -1,7 +1,8 @@
 """A Hugging Face safetensors directory as memory-mapped tensors.
 
 Weights are one ``model.safetensors``, or the shards that an index names; everything else beside them that is not a
-weight file (config, tokenizer, …) are the checkpoint's other files. Nothing is copied whole: tensors are views of the map.
+weight file (config, tokenizer, …) are the checkpoint's other files. Nothing is copied whole: tensors are views of the
+map.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Checkpoint:
         try:
             if file.header.file_size != path.stat().st_size:
                 raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes; its header describes {file.header.file_size}: it is only half written.",
+                    f"{path} is only half written: {path.stat().st_size} bytes of {file.header.file_size}.",
                     key=str(path),
                     hint="Wait until it is saved whole, or save it again.",
                 )

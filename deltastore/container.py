@@ -1,7 +1,8 @@
 """The safetensors container: parsing a file's header strictly, and building one. Pure.
 
-Layout (the safetensors specification): u64le header length, a JSON header padded with spaces, then the tensors' bytes. A
-header is trusted with nothing: lengths are capped, offsets checked, and the data must be covered without holes or overlaps.
+Layout (the safetensors specification): u64le header length, a JSON header padded with spaces, then the tensors'
+bytes. A header is trusted with nothing: lengths are capped, offsets checked, and the data must be covered without
+holes or overlaps.
 """
 
 from __future__ import annotations

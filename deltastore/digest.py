@@ -6,7 +6,7 @@ xxh3-128 finds every accident at memory speed; blake3 also resists an adversary 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedFormat
 
@@ -24,11 +24,14 @@ DEFAULT_HASH = "xxh3-128"
 
 @dataclass(frozen=True, slots=True)
 class Hasher:
-    """One hash function: its name in the format, its digest's length in bytes, and the function."""
+    """One hash function: its name in the format, its digest's length in bytes, and the function.
+
+    ``digest`` takes any contiguous buffer.
+    """
 
     name: str
     size: int
-    digest: Callable[[Buffer | ndarray], bytes]
+    digest: Callable[[Any], bytes]
 
     def text(self, digest: bytes) -> str:
         """Return a digest as records spell it: ``name:lower-case hex``."""
@@ -48,8 +51,8 @@ def _xxh3() -> Hasher:
 def _blake3() -> Hasher:
     from blake3 import blake3  # noqa: PLC0415 - only the hash in use is imported
 
-    def digest(data: Buffer | ndarray) -> bytes:
-        return blake3(memoryview(data)).digest()
+    def digest(data: Any) -> bytes:
+        return bytes(blake3(data).digest())
 
     return Hasher("blake3", 32, digest)
 
@@ -62,7 +65,5 @@ def hasher(name: str) -> Hasher:
     try:
         make = HASHES[name]
     except KeyError:
-        raise UnsupportedFormat(
-            f"The hash {name!r} is not known.", hint=f"Use one of {', '.join(HASHES)}."
-        ) from None
+        raise UnsupportedFormat(f"The hash {name!r} is not known.", hint=f"Use one of {', '.join(HASHES)}.") from None
     return make()

@@ -64,8 +64,9 @@ def check(
 ) -> Report:
     """Check a store: manifests, their chain, and that every object is there with its size.
 
-    ``read_data`` also reads every part and table: digests, formats, and that each version's chunk digests make its snapshot
-    id. ``subset_percent`` reads that share of the parts, chosen at random, digests and formats only. Raises ``StoreNotFound``.
+    ``read_data`` also reads every part and table: digests, formats, and that each version's chunk digests make its
+    snapshot id. ``subset_percent`` reads that share of the parts, chosen at random, digests and formats only. Raises
+    ``StoreNotFound``.
     """
     report = Report()
     history = _manifests(backend, report, progress)
@@ -83,13 +84,13 @@ def check(
     return report
 
 
-def _manifests(
-    backend: Backend, report: Report, progress: Callable[[str, int, int], object] | None
-) -> list[Manifest]:
+def _manifests(backend: Backend, report: Report, progress: Callable[[str, int, int], object] | None) -> list[Manifest]:
     """Read all manifests that the listing shows; note damaged ones, gaps, and links that do not fit."""
     keys = {info.key for info in backend.list("manifests/")}
     if not keys:
-        raise StoreNotFound(f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`.")
+        raise StoreNotFound(
+            f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`."
+        )
     history: list[Manifest] = []
     newest = max(keys)
     version = BASE_VERSION
@@ -151,7 +152,9 @@ def _read_part(store: Store, manifest: Manifest, name: str, reference: PartRef, 
         identity = PartIdentity(store.stream_id, manifest.version, manifest.attempt_id, name)
         part = parse_part(data, identity, store.schema(name), store.hash, key=reference.key)
         if len(part) != reference.chunks:
-            raise CorruptObject(f"{reference.key} has {len(part)} chunks instead of {reference.chunks}.", key=reference.key)
+            raise CorruptObject(
+                f"{reference.key} has {len(part)} chunks instead of {reference.chunks}.", key=reference.key
+            )
     except DeltastoreError as error:
         report.add(error, reference.key)
         return None
@@ -196,7 +199,8 @@ def _replay_component(
         known = part.new_digests if is_base else part.old_digests
         if (table[part.numbers] != known).any():
             raise CorruptObject(
-                f"{reference.key} does not fit the {'digest table' if is_base else 'version before'}.", key=reference.key
+                f"{reference.key} does not fit the {'digest table' if is_base else 'version before'}.",
+                key=reference.key,
             )
         table[part.numbers] = part.new_digests
     if name not in tables:
@@ -210,5 +214,3 @@ def _replay_component(
             key=manifest_key(manifest.version),
         )
     tables[name] = np.ascontiguousarray(table)
-
-

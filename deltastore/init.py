@@ -61,8 +61,8 @@ def create_stream(
 ) -> Store:
     """Start a stream from a base checkpoint and return it open; version 0 is its only version.
 
-    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``spool`` is where encoded parts
-    wait on disk. Raises ``StreamExists`` when the place is taken; nothing is changed then.
+    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``spool`` is where
+    encoded parts wait on disk. Raises ``StreamExists`` when the place is taken; nothing is changed then.
     """
     _refuse_taken(backend)
     _refuse_untrustworthy(backend)

@@ -120,7 +120,9 @@ class Intake:
 
     def finish(self) -> Digests:
         """Return the new snapshot's chunk digests; raises ``PublishError`` naming everything that did not fit."""
-        self._problems += [(spec.name, f"{spec.name} is missing") for spec in self._schema if spec.name not in self._seen]
+        self._problems += [
+            (spec.name, f"{spec.name} is missing") for spec in self._schema if spec.name not in self._seen
+        ]
         if not self._problems:
             self._problems += [problem for alias in self._aliases if (problem := self._alias_problem(*alias))]
         if self._problems:
@@ -134,7 +136,7 @@ class Intake:
         return self._digests
 
     def _alias_problem(self, tensor: TensorInput, digests: list[bytes]) -> tuple[str, str] | None:
-        """A tied alias that the base lacks must equal its partner, which stands for both."""
+        """Say what is wrong with a tied alias that the base lacks: it must equal its partner, which stands for both."""
         name, spec = tensor.spec.name, tensor.spec
         partners = [
             partner

@@ -1,8 +1,8 @@
 """The records a store is made of: manifests, with the stream's own record inside the first. Pure.
 
-A manifest is two lines: canonical JSON (fields in ascending order, no spaces) and that line's digest. Unknown fields are
-ignored (a later release may add some); an unknown format version or required feature is refused. docs/format.md, section
-6, lists every field.
+A manifest is two lines: canonical JSON (fields in ascending order, no spaces) and that line's digest. Unknown fields
+are ignored (a later release may add some); an unknown format version or required feature is refused. docs/format.md,
+section 6, lists every field.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class PartRef(msgspec.Struct, frozen=True):
 class Component(msgspec.Struct, frozen=True):
     """What one version says of one component: the snapshot it becomes, and the parts that lead there.
 
-    ``digests`` is the table of all chunk digests (version 0 only). ``invertible`` tells whether the parts also lead back.
+    ``digests`` is the table of all chunk digests (version 0 only). ``invertible`` tells whether the parts also lead
+    back.
     """
 
     snapshot_id: _Digest

@@ -1,6 +1,7 @@
 """Writing a checkpoint directory: files laid out by their headers, filled chunk by chunk, made durable.
 
-Everything is written with pwrite into space reserved beforehand: a full disk is an error with a name, not a dead process.
+Everything is written with pwrite into space reserved beforehand: a full disk is an error with a name, not a dead
+process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from .spool import disk_error
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
+
+    from typing_extensions import Self
 
     import numpy as np
 
@@ -63,7 +66,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 class DirectoryWriter:
-    """The weight files of one new checkpoint directory, open for writing. ``write`` may be called from several threads."""
+    """The weight files of one new checkpoint directory, open for writing.
+
+    ``write`` may be called from several threads.
+    """
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         self._directory = directory
@@ -72,7 +78,7 @@ class DirectoryWriter:
         self._places: dict[str, tuple[int, int, Path]] = {}
         self._descriptors: list[tuple[int, Path]] = []
 
-    def __enter__(self) -> DirectoryWriter:
+    def __enter__(self) -> Self:
         try:
             for file in self._layout.files:
                 self._create(file.name, file.header_bytes, file.header.file_size)

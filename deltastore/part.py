@@ -68,8 +68,9 @@ class ChunkRow:
 class Part:
     """A parsed part. All columns have one row an encoded chunk, in ascending order of (tensor, chunk).
 
-    ``numbers``: int64, the chunk's number in schema order; ``starts``: int64, shape (rows + 1,), offsets into ``payload``;
-    ``old_digests``, ``new_digests``: uint8 of shape (rows, digest size), old ones all zero where there is no old chunk.
+    ``numbers``: int64, the chunk's number in schema order; ``starts``: int64, shape (rows + 1,), offsets into
+    ``payload``; ``old_digests``, ``new_digests``: uint8 of shape (rows, digest size), old ones all zero where there
+    is no old chunk.
     """
 
     key: str
@@ -146,7 +147,7 @@ def parse_part(data: Buffer, identity: PartIdentity, schema: Schema, hash_functi
         raise CorruptObject(f"{key} has a payload of another length than its table says.", key=key)
     tensor, chunk = column("tensor", "U32", count), column("chunk", "U32", count)
     encoding = column("encoding", "U8", count)
-    if count and not (Encoding.SPARSE <= encoding.min() and encoding.max() <= Encoding.FULL):
+    if count and not (encoding.min() >= Encoding.SPARSE and encoding.max() <= Encoding.FULL):
         raise CorruptObject(f"{key} has a chunk of an unknown encoding.", key=key)
     return Part(
         key=key,

@@ -1,7 +1,8 @@
 """Applying parts: what each touched chunk goes through, checked before and after, in one pass.
 
 ``Patch`` follows the digests of all chunks through the parts of a plan before a byte is written: a part that does not
-continue where the one before it ended is found there. ``Patch.run`` then builds every chunk once, whatever the number of versions.
+continue where the one before it ended is found there. ``Patch.run`` then builds every chunk once, whatever the number
+of versions.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ def default_workers() -> int:
     return min(32, len(os.sched_getaffinity(0)))
 
 
-def run_in_order(
-    function: Callable[[Any], Any], items: Iterator[Any], *, workers: int, name: str
-) -> Iterator[Any]:
+def run_in_order(function: Callable[[Any], Any], items: Iterator[Any], *, workers: int, name: str) -> Iterator[Any]:
     """Map ``function`` over ``items`` in threads, a few ahead of the consumer; yields results in order.
 
-    Unlike ``Executor.map`` it takes items only as it goes, so memory is bounded, and stops early when the consumer does.
+    Unlike ``Executor.map`` it takes items only as it goes, so memory is bounded, and stops early when the consumer
+    does.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
     ahead: deque[Any] = deque()
@@ -62,8 +62,8 @@ def run_in_order(
 class Patch:
     """The parts of a plan, chained over the digests of all chunks.
 
-    ``before``: digests of the source's chunks, uint8 of shape (chunks, digest size); ``None`` when the first part set is an
-    anchor. ``after``: those of the result. Add part sets in the plan's order, then ``seal`` and ``run``.
+    ``before``: digests of the source's chunks, uint8 of shape (chunks, digest size); ``None`` when the first part set
+    is an anchor. ``after``: those of the result. Add part sets in the plan's order, then ``seal`` and ``run``.
     """
 
     def __init__(self, schema: Schema, hash_function: Hasher, *, before: Digests | None) -> None:
@@ -150,8 +150,8 @@ class Patch:
         """Build chunks from ``read`` (the old bytes) and hand them, hash-checked, to ``write``.
 
         ``everything`` hands on untouched chunks too, hash-checked as well; otherwise only touched ones. ``read`` and
-        ``write`` are called from several threads; ``write`` must be done with the array when it returns. ``progress`` is
-        told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before the first wrong byte is handed on.
+        ``write`` are called from several threads; ``write`` must be done with the array when it returns. ``progress``
+        is told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before the first wrong byte is handed on.
         """
         local = threading.local()
 
@@ -203,7 +203,7 @@ class Patch:
         """Say whose fault a wrong digest is: the local copy's, or the part's."""
         if self._before is not None and self._hash.digest(read(spec, chunk)) != self._before[number].tobytes():
             raise BaseMismatch(
-                f"Chunk {chunk} of {spec.name!r} in the local checkpoint is not what it was: its bytes changed on disk.",
+                f"Chunk {chunk} of {spec.name!r} in the local checkpoint changed on disk.",
                 tensors=(spec.name,),
                 key=spec.name,
                 hint="Fetch the checkpoint anew: remove it and start the receiver again.",

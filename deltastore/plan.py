@@ -96,7 +96,8 @@ def make_plan(start: int | None, end: int, manifests: Mapping[int, Manifest]) ->
                 routes.append(tuple(Step("inverse", manifest) for manifest in back))
     if not routes:
         raise VersionNotFound(
-            f"No route leads from {'nothing' if start is None else f'version {start}'} to version {end}: the store has no anchor.",
+            f"No route leads from {'nothing' if start is None else f'version {start}'} to version {end}: "
+            "the store has no anchor.",
             hint="Give the base checkpoint with --base.",
         )
     steps = min(routes, key=lambda route: sum(step.stored_bytes for step in route))
@@ -116,7 +117,9 @@ def check_link(parent: Manifest, child: Manifest) -> None:
     if child.parent_commit_id != parent.commit_id:
         problem = f"it follows the commit {child.parent_commit_id}, but version {parent.version} is {parent.commit_id}"
     elif child.parent_snapshot_id != parent.snapshot_id:
-        problem = f"it follows the snapshot {child.parent_snapshot_id}, but version {parent.version} is {parent.snapshot_id}"
+        problem = (
+            f"it follows the snapshot {child.parent_snapshot_id}, but version {parent.version} is {parent.snapshot_id}"
+        )
     elif child.writer_epoch < parent.writer_epoch:
         problem = f"its writer's epoch {child.writer_epoch} is below its parent's {parent.writer_epoch}"
     elif set(child.components) != {MODEL}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ from .digest import hasher
 from .errors import BaseMismatch, CorruptObject, ObjectNotFound, StoreNotFound, UsageError, VersionNotFound
 from .manifest import (
     BASE_VERSION,
-    FILES,
     HEADERS,
     LATEST_KEY,
     MAX_MANIFEST_BYTES,
@@ -82,7 +82,10 @@ class Store:
         return self._schemas[component]
 
     def base_digests(self, component: str = MODEL) -> Digests:
-        """Return the chunk digests of version 0: uint8 of shape (chunks, digest size), proven against its snapshot id."""
+        """Return the chunk digests of version 0.
+
+        Uint8 of shape (chunks, digest size), proven against its snapshot id.
+        """
         entry = self.base.components[component]
         if entry.digests is None:
             raise CorruptObject(f"The base has no digests of {component}.", key=manifest_key(BASE_VERSION))
@@ -186,12 +189,15 @@ class Store:
         return self._manifests
 
     def log(self, *, last: int | None = None) -> list[Manifest]:
-        """Return all manifests, oldest first, each proven to follow the one before; only the newest ``last`` if given."""
+        """Return all manifests, oldest first, each proven to follow the one before.
+
+        Only the newest ``last`` if given.
+        """
         newest = self.latest().version
         first = BASE_VERSION if last is None else max(BASE_VERSION, newest + 1 - last)
         known = self.manifests(range(first, newest + 1))
         history = [known[version] for version in range(first, newest + 1)]
-        for parent, child in zip(history, history[1:], strict=False):
+        for parent, child in pairwise(history):
             check_link(parent, child)
         return history
 
@@ -270,12 +276,10 @@ class Store:
             return
         wanted = tensor_digests(self.schema(), self.base_digests(), self.hash)
         found = tensor_digests(self.schema(), digests, self.hash)
-        names = tuple(
-            spec.name for spec, one, other in zip(self.schema(), wanted, found, strict=True) if one != other
-        )
+        names = tuple(spec.name for spec, one, other in zip(self.schema(), wanted, found, strict=True) if one != other)
         raise BaseMismatch(
-            f"The checkpoint {checkpoint.directory} is not the stream's base: {len(names)} of {len(found)} tensors differ, "
-            f"first {', '.join(names[:3])}.",
+            f"The checkpoint {checkpoint.directory} is not the stream's base: "
+            f"{len(names)} of {len(found)} tensors differ, first {', '.join(names[:3])}.",
             tensors=names[:10],
             key=str(checkpoint.directory),
             hint="Use the checkpoint that the stream was initialised with.",

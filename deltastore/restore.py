@@ -6,7 +6,7 @@ import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, UsageError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .reader import Store
     from .snapshot import Digests
+
+    from .patch import Read
 
     Progress = Callable[[str, int, int], object]
 
@@ -54,9 +56,7 @@ def _counter(progress: Progress | None, what: str, total: int) -> Callable[[int]
     return advance
 
 
-def identify(
-    store: Store, directory: str | Path, *, workers: int, progress: Progress | None = None
-) -> Source:
+def identify(store: Store, directory: str | Path, *, workers: int, progress: Progress | None = None) -> Source:
     """Open a checkpoint and find out, by hashing all of it, which version of the stream it holds.
 
     Raises ``BaseMismatch``, naming the first tensors that differ from the base, when it holds none.
@@ -88,10 +88,11 @@ def build_checkpoint(
 ) -> Digests:
     """Write the version that a fetched plan ends at into an empty ``directory``, durably; returns its chunk digests.
 
-    With a source the directory takes its files' layout and its other files, else those that the store keeps of the base.
-    Every chunk is hash-checked before it is written.
+    With a source the directory takes its files' layout and its other files, else those that the store keeps of the
+    base. Every chunk is hash-checked before it is written.
     """
     patch = store.patch(plan, spool, before=source.digests if source else None)
+    read: Read
     layout = source.checkpoint.layout if source else store.layout()
     if source:
         other_files = {name: source.checkpoint.read_other_file(name) for name in source.checkpoint.other_files}
@@ -118,7 +119,7 @@ def build_checkpoint(
     return patch.after
 
 
-def _nothing(*_: object) -> None:
+def _nothing(*_: object) -> NoReturn:
     raise AssertionError("a plan that starts from an anchor reads no old bytes")
 
 
@@ -136,9 +137,7 @@ def restore(
     directory = directory.absolute()
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(
-                f"{directory} exists and is not empty.", key=str(directory), hint="Give a new directory."
-            )
+            raise UsageError(f"{directory} exists and is not empty.", key=str(directory), hint="Give a new directory.")
         directory.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise disk_error(error, directory) from error

@@ -238,7 +238,7 @@ def tensor_digests(schema: Schema, chunk_digests: Digests, hash_function: Hasher
         raise CorruptObject(
             f"A digest table of shape {chunk_digests.shape} does not fit a schema of {schema.chunks} chunks."
         )
-    data = memoryview(np.ascontiguousarray(chunk_digests)).cast("B") if chunk_digests.size else memoryview(b"")
+    data = chunk_digests.tobytes()
     size = hash_function.size
     digests = []
     for position, spec in enumerate(schema.tensors):

@@ -1,7 +1,7 @@
 """A local directory that holds parts: fetched ones until they are applied, encoded ones until they are committed.
 
-A spooled file is found again by its digest and believed only after it was hashed, so a kill costs no second download and a
-torn file does no harm.
+A spooled file is found again by its digest and believed only after it was hashed, so a kill costs no second download
+and a torn file does no harm.
 """
 
 from __future__ import annotations

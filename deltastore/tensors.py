@@ -72,9 +72,7 @@ class TensorInput:
     bytes: TensorBytes
 
 
-def named_tensors(
-    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema: Schema
-) -> Iterator[TensorInput]:
+def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema: Schema) -> Iterator[TensorInput]:
     """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     for name, value in pairs:

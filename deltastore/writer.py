@@ -23,8 +23,17 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
 from .commit import commit, settle
 from .digest import DEFAULT_HASH
-from .errors import CommitInDoubt, DeltastoreError, PublishError, StorageError, StoreNotFound, VersionConflict, WriterFenced
+from .errors import (
+    CommitInDoubt,
+    DeltastoreError,
+    PublishError,
+    StorageError,
+    StoreNotFound,
+    VersionConflict,
+    WriterFenced,
+)
 from .init import create_stream
+from .intake import Intake
 from .manifest import (
     FORMAT,
     LATEST_KEY,
@@ -45,11 +54,12 @@ from .snapshot import snapshot_id
 from .spool import Spool
 from .storage import open_backend
 from .tensors import checkpoint_tensors, named_tensors
-from .intake import Intake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
+
+    from typing_extensions import Self
 
     from .manifest import Scalar
     from .snapshot import Digests
@@ -79,9 +89,10 @@ class Publication:
         self._future = future
 
     def result(self, timeout: float | None = None) -> Published:
-        """Block until the version is committed; raises what went wrong otherwise, ``TimeoutError`` after ``timeout`` seconds.
+        """Block until the version is committed, or ``timeout`` seconds (``TimeoutError``); raises what went wrong.
 
-        ``VersionConflict``: another writer was first, and this one is fenced. ``CommitInDoubt``: the next publish settles it.
+        ``VersionConflict``: another writer was first, and this one is fenced. ``CommitInDoubt``: the next publish
+        settles it.
         """
         return self._future.result(timeout)
 
@@ -102,14 +113,14 @@ class _Sent:
 class Writer:
     """Publishes the versions of one stream. One writer a stream at a time; one version in flight.
 
-    ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is made from
-    ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one, the writer goes on
-    after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream, or ``None`` to
-    take the store's anchor. Memory: one snapshot, and a budget of a few dozen chunks; encoded parts wait on disk in ``spool``
-    (the system's temporary directory unless given).
+    ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is
+    made from ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one,
+    the writer goes on after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream,
+    or ``None`` to take the store's anchor. Memory: one snapshot, and a budget of a few dozen chunks; encoded parts
+    wait on disk in ``spool`` (the system's temporary directory unless given).
 
-    Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither stream nor base.
-    Not for several threads at once.
+    Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
+    stream nor base. Not for several threads at once.
     """
 
     def __init__(
@@ -189,10 +200,11 @@ class Writer:
     ) -> Publication:
         """Publish one snapshot as the next version: a state dict, (name, tensor) pairs, or an open checkpoint.
 
-        Returns when the tensors may change again; ``.result()`` blocks until the version is committed. Pairs are taken one at a
-        time: an iterator may reuse a tensor's memory once the next one is asked for. Every tensor of the stream must be
-        there with its own dtype and shape. Raises ``PublishError`` naming the tensors otherwise, ``WriterFenced`` after a lost race,
-        ``CommitInDoubt`` while an earlier version's fate is still unknown; nothing is published then.
+        Returns when the tensors may change again; ``.result()`` blocks until the version is committed. Pairs are
+        taken one at a time: an iterator may reuse a tensor's memory once the next one is asked for. Every tensor of
+        the stream must be there with its own dtype and shape. Raises ``PublishError`` naming the tensors otherwise,
+        ``WriterFenced`` after a lost race, ``CommitInDoubt`` while an earlier version's fate is still unknown;
+        nothing is published then.
         """
         self._settle()
         started = time.perf_counter()
@@ -305,7 +317,9 @@ class Writer:
             self._shadow.advance(parts, sent.manifest.snapshot_id, workers=self._workers)
         except BaseException as error:
             # Committed, but our copy of it is not certain: only a fresh writer may go on.
-            self._fenced = error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
+            self._fenced = (
+                error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
+            )
             raise
         self._head = sent.manifest
         del parts
@@ -334,7 +348,10 @@ class Writer:
     # Lifetime
 
     def close(self) -> None:
-        """Wait for the version in flight, settle one in doubt, and free memory and disk. Raises ``CommitInDoubt`` if it stays so."""
+        """Wait for the version in flight, settle one in doubt, and free memory and disk.
+
+        Raises ``CommitInDoubt`` if it stays so.
+        """
         if self._closed:
             return
         try:
@@ -348,7 +365,7 @@ class Writer:
         self._committer.shutdown()
         self._spool_directory.cleanup()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

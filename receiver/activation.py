@@ -1,7 +1,8 @@
 """Activating a version on the engine: pause ▸ load ▸ confirm ▸ resume, and what happens when a step fails.
 
-Before the pause nothing has changed: a failure leaves the engine serving the old version. After it, the load is tried again, then the
-old version is loaded back; if that fails too the engine stays paused. It is never resumed on weights that it did not confirm.
+Before the pause nothing has changed: a failure leaves the engine serving the old version. After it, the load is tried
+again, then the old version is loaded back; if that fails too the engine stays paused. It is never resumed on weights
+that it did not confirm.
 """
 
 from __future__ import annotations

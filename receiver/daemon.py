@@ -43,7 +43,7 @@ _FETCHERS = 4
 _LONGEST_PAUSE = 60.0
 
 
-class Stopped(Exception):  # noqa: N818 - no error: the receiver was told to stop
+class Stopped(Exception):
     """Raised out of a patch when the receiver was told to stop; the live slot is untouched."""
 
 
@@ -64,7 +64,10 @@ class Options:
 
 
 class Receiver:
-    """One checkpoint, one engine. ``once`` makes one pass; ``run`` follows until ``stop`` is called (from any thread)."""
+    """One checkpoint, one engine.
+
+    ``once`` makes one pass; ``run`` follows until ``stop`` is called (from any thread).
+    """
 
     def __init__(self, options: Options, status: Status) -> None:
         self._options = options
@@ -103,7 +106,10 @@ class Receiver:
             self._engine.close()
 
     def run(self, *, url: str | None = None) -> None:
-        """Follow the stream until told to stop. Only what an operator has to mend is raised; all else is tried again."""
+        """Follow the stream until told to stop.
+
+        Only what an operator has to mend is raised; all else is tried again.
+        """
         self._slots.lock(url=url)
         try:
             self._until_done(self._start)
@@ -194,7 +200,10 @@ class Receiver:
         return live
 
     def _serve(self, live: LiveSlot, wanted: Manifest) -> None:
-        """Make sure that the engine serves the live slot; a restarted or paused engine is loaded and confirmed again."""
+        """Make sure that the engine serves the live slot.
+
+        A restarted or paused engine is loaded and confirmed again.
+        """
         info = self._engine.info()
         version = str(live.record.version)
         if info.paused or info.version != version or self._confirmed != (info.incarnation, version):
@@ -225,5 +234,3 @@ class Receiver:
             self._status.version = result.version
         if result.error is not None:
             self._status.failed(result.error)
-
-

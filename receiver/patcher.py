@@ -63,8 +63,9 @@ class Patcher:
     def adopt(self) -> LiveSlot | None:
         """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.
 
-        A slot of ours must belong to this stream and history, and is verified if its bytes may have changed; a plain directory is
-        hashed and must be a version of the stream. Raises ``StreamMismatch``, ``BaseMismatch``, ``CorruptObject``.
+        A slot of ours must belong to this stream and history, and is verified if its bytes may have changed; a plain
+        directory is hashed and must be a version of the stream. Raises ``StreamMismatch``, ``BaseMismatch``,
+        ``CorruptObject``.
         """
         live = self._slots.live()
         if live is not None:
@@ -74,7 +75,8 @@ class Patcher:
         if not self._slots.link.exists():
             return None
         if not self._slots.is_plain():
-            # A link of somebody else's, or files that are links, as model caches make them: read, never written through.
+            # A link of somebody else's, or files that are links, as model caches make them: read, never written
+            # through.
             self._base = self._slots.link.resolve()
             return None
         source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
@@ -97,7 +99,8 @@ class Patcher:
         record = live.record
         if record.stream_id != self._store.stream_id:
             raise StreamMismatch(
-                f"{self._slots.link} follows the stream {record.stream_id}; {self._store.backend.url} holds {self._store.stream_id}.",
+                f"{self._slots.link} follows the stream {record.stream_id}; "
+                f"{self._store.backend.url} holds {self._store.stream_id}.",
                 key=str(self._slots.link),
                 hint="Give this stream's store, or a checkpoint path of its own.",
             )

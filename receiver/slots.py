@@ -7,8 +7,8 @@
     DIR.slots/parts/     fetched parts, until they are applied
     DIR.slots/lock       held by the one receiver that works here
 
-The link is the only truth about which slot is live, and a slot's own record about what is in it: one atomic rename of the
-link changes both. A kill at any instant leaves the link on a slot that has its record.
+The link is the only truth about which slot is live, and a slot's own record about what is in it: one atomic rename of
+the link changes both. A kill at any instant leaves the link on a slot that has its record.
 """
 
 from __future__ import annotations
@@ -145,7 +145,10 @@ class Slots:
         return self.directory / "parts"
 
     def live(self) -> LiveSlot | None:
-        """Return the live slot; ``None`` when the path is free or is not ours yet. Raises ``SlotError`` on a damaged record."""
+        """Return the live slot.
+
+        ``None`` when the path is free or is not ours yet. Raises ``SlotError`` on a damaged record.
+        """
         name = self._linked_name()
         if name is None:
             return None
@@ -167,7 +170,7 @@ class Slots:
 
     def _linked_name(self) -> Literal["a", "b"] | None:
         try:
-            target = os.readlink(self.link)
+            target = self.link.readlink()
         except OSError:
             return None
         resolved = (self.link.parent / target).absolute()
@@ -206,13 +209,11 @@ class Slots:
             raise SlotError(f"{path} is damaged.", key=str(path), hint=f"Remove {self.link} and start again.")
         return table
 
-    def source(
-        self, live: LiveSlot, *, workers: int, progress: Callable[[int], object] | None = None
-    ) -> Source:
+    def source(self, live: LiveSlot, *, workers: int, progress: Callable[[int], object] | None = None) -> Source:
         """Open the live slot as the source of a patch.
 
-        Its bytes are believed if they were hashed under this kernel and its files were not touched since; else they are hashed
-        again. Raises ``CorruptObject`` naming the tensors that are damaged.
+        Its bytes are believed if they were hashed under this kernel and its files were not touched since; else they
+        are hashed again. Raises ``CorruptObject`` naming the tensors that are damaged.
         """
         checkpoint = open_checkpoint(live.directory)
         digests = self.digests(live, checkpoint)
@@ -231,7 +232,10 @@ class Slots:
         workers: int,
         progress: Callable[[int], object] | None = None,
     ) -> None:
-        """Hash every chunk; raises ``CorruptObject`` naming the first tensors whose bytes are not those of ``digests``."""
+        """Hash every chunk.
+
+        Raises ``CorruptObject`` naming the first tensors whose bytes are not those of ``digests``.
+        """
         found = checkpoint.digests(hash_function, workers=workers, progress=progress)
         damaged = np.flatnonzero((found != digests).any(axis=1))
         if len(damaged):
@@ -248,7 +252,10 @@ class Slots:
     # Changing
 
     def prepare(self) -> tuple[Literal["a", "b"], Path]:
-        """Empty the slot that is not live and return it. Files that a process still maps stay whole for it: they are unlinked."""
+        """Empty the slot that is not live and return it.
+
+        Files that a process still maps stay whole for it: they are unlinked.
+        """
         name: Literal["a", "b"] = "b" if self._linked_name() == "a" else "a"
         directory = self.directory / name
         try:
@@ -291,7 +298,10 @@ class Slots:
         write_file(self.directory / f"{name}.json", b"%b\n%b\n" % (line, digest))
 
     def swap(self, name: Literal["a", "b"]) -> None:
-        """Make a recorded slot live: one atomic rename of the link. A plain directory at the path moves to ``DIR.original``."""
+        """Make a recorded slot live.
+
+        One atomic rename of the link. A plain directory at the path moves to ``DIR.original``.
+        """
         draft = self.directory / "link"
         target = f"{self.directory.name}/{name}"
         try:
@@ -316,7 +326,10 @@ class Slots:
             raise disk_error(error, self.link) from error
 
     def adopt(self, source: Source, manifest: Manifest, hash_function: Hasher) -> None:
-        """Take the plain directory at the path as slot a: it changes places with the link in one step, no byte is copied."""
+        """Take the plain directory at the path as slot a.
+
+        It changes places with the link in one step, no byte is copied.
+        """
         name, directory = self.prepare()
         self._record(name, source.checkpoint, manifest, source.digests, hash_function)
         try:

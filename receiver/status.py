@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
+    from typing_extensions import Self
 
     from deltastore.errors import DeltastoreError
 
@@ -159,7 +160,8 @@ class Status:
 class StatusServer:
     """Serves a ``Status`` over HTTP from a thread of its own. ``listen`` is HOST:PORT; port 0 takes a free one.
 
-    Loopback is open; any other address needs a ``token``, which clients send as ``Authorization: Bearer``. Raises ``UsageError``.
+    Loopback is open; any other address needs a ``token``, which clients send as ``Authorization: Bearer``. Raises
+    ``UsageError``.
     """
 
     def __init__(self, status: Status, listen: str, *, token: str | None, wake: Callable[[], None]) -> None:
@@ -168,14 +170,14 @@ class StatusServer:
         if not host or not port.isdigit():
             raise UsageError(f"{listen!r} is no address.", hint="Give HOST:PORT, such as 127.0.0.1:9310.")
         if host not in ("127.0.0.1", "::1", "localhost") and not token:
-            raise UsageError(
-                f"Listening on {host} needs a token.", hint="Set RECEIVER_TOKEN, or listen on 127.0.0.1."
-            )
+            raise UsageError(f"Listening on {host} needs a token.", hint="Set RECEIVER_TOKEN, or listen on 127.0.0.1.")
         self._status = status
         self._token = token
         self._wake = wake
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # asyncio leaves Nagle's delay on for a listener that it did not make itself.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             self._socket.bind((host, int(port)))
             self._socket.listen()
@@ -185,7 +187,7 @@ class StatusServer:
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
 
-    def __enter__(self) -> StatusServer:
+    def __enter__(self) -> Self:
         import uvicorn  # noqa: PLC0415 - only a daemon serves
 
         config = uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=2)

@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import DeltastoreError, UsageError
+from deltastore.errors import DeltastoreError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["LazyGroup", "debug_option", "emit", "json_option", "progress_bar", "run", "storage_options", "store_options"]
+__all__ = [
+    "LazyGroup",
+    "debug_option",
+    "emit",
+    "json_option",
+    "progress_bar",
+    "run",
+    "storage_options",
+    "store_options",
+]
 
 _INTERRUPTED = 130
 
@@ -99,7 +108,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 def store_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add what every verb on a store takes: STORE, --storage-option, --debug."""
-    return click.argument("store")(storage_options(debug_option(function)))
+    decorated: Callable[..., Any] = click.argument("store")(storage_options(debug_option(function)))
+    return decorated
 
 
 def emit(value: object) -> None:
@@ -119,7 +129,12 @@ def progress_bar() -> Iterator[Progress | None]:
     from rich.console import Console  # noqa: PLC0415 - only on a terminal
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
@@ -140,5 +155,7 @@ def parse_scalar(text: str) -> str | int | float | bool | None:
     except msgspec.DecodeError:
         return text
     if isinstance(value, (dict, list)):
-        raise UsageError(f"The metadata value {text!r} is no scalar.", hint="Give a string, number, true, false or null.")
+        raise UsageError(
+            f"The metadata value {text!r} is no scalar.", hint="Give a string, number, true, false or null."
+        )
     return value if isinstance(value, (str, int, float, bool)) else None

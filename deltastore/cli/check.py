@@ -17,14 +17,20 @@ _DAMAGE = 3
 @click.command("check")
 @store_options
 @click.option("--read-data", is_flag=True, help="Read every part and prove every version's snapshot id.")
-@click.option("--read-data-subset", type=click.FloatRange(0, 100), default=0.0, metavar="PERCENT", help="Read a share of the parts.")
+@click.option(
+    "--read-data-subset",
+    type=click.FloatRange(0, 100),
+    default=0.0,
+    metavar="PERCENT",
+    help="Read a share of the parts.",
+)
 @json_option
 def command(
     store: str, storage_options: dict[str, str], read_data: bool, read_data_subset: float, as_json: bool
 ) -> None:
     """Check a store for damage; exits with 3 when there is any."""
-    from ..fsck import check  # noqa: PLC0415 - heavy, and --help does without
-    from ..storage import open_backend  # noqa: PLC0415
+    from deltastore.fsck import check  # noqa: PLC0415 - heavy, and --help does without
+    from deltastore.storage import open_backend  # noqa: PLC0415
 
     backend = open_backend(store, storage_options=storage_options)
     with progress_bar() as progress:

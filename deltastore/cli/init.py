@@ -20,9 +20,9 @@ def command(
     store: str, storage_options: dict[str, str], base: str, hash_name: str, upload_base: bool, as_json: bool
 ) -> None:
     """Make a stream from a base checkpoint; the base becomes version 0."""
-    from ..checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
-    from ..init import create_stream  # noqa: PLC0415
-    from ..storage import open_backend  # noqa: PLC0415
+    from deltastore.checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
+    from deltastore.init import create_stream  # noqa: PLC0415
+    from deltastore.storage import open_backend  # noqa: PLC0415
 
     with progress_bar() as progress:
         opened = create_stream(

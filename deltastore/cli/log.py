@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..reader import open_store
+from deltastore.reader import open_store
+
 from .app import emit, json_option, store_options
 from .records import human_bytes, table, version_record
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..reader import open_store
+from deltastore.reader import open_store
+
 from .app import emit, json_option, store_options
 from .records import human_bytes, plan_record, table
 
@@ -25,7 +26,12 @@ def command(store: str, storage_options: dict[str, str], start: str, end: str, a
         emit(record)
         return
     rows = [
-        ("none" if step["from"] is None else str(step["from"]), str(step["to"]), human_bytes(step["stored_bytes"]), step["kind"])
+        (
+            "none" if step["from"] is None else str(step["from"]),
+            str(step["to"]),
+            human_bytes(step["stored_bytes"]),
+            step["kind"],
+        )
         for step in record["steps"]
     ]
     click.echo(table(("from", "to", "stored", "kind"), rows))

@@ -29,9 +29,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Publish a checkpoint directory as exactly one new version."""
-    from ..checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
-    from ..reader import open_store  # noqa: PLC0415
-    from ..writer import Writer  # noqa: PLC0415
+    from deltastore.checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
+    from deltastore.reader import open_store  # noqa: PLC0415
+    from deltastore.writer import Writer  # noqa: PLC0415
 
     checkpoint = open_checkpoint(checkpoint_dir)
     open_store(store, storage_options=storage_options)  # a store must be there: --base is no wish to make one
@@ -48,5 +48,6 @@ def command(
     else:
         click.echo(
             f"version {published.version}  {published.snapshot_id}  {record['changed_fraction']:.2%} changed, "
-            f"{human_bytes(published.stored_bytes)} stored ({record['ratio']:.2%} of {human_bytes(record['snapshot_bytes'])})"
+            f"{human_bytes(published.stored_bytes)} stored "
+            f"({record['ratio']:.2%} of {human_bytes(record['snapshot_bytes'])})"
         )

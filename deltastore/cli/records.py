@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..manifest import Manifest
-    from ..plan import Plan
+    from collections.abc import Sequence
+
+    from deltastore.manifest import Manifest
+    from deltastore.plan import Plan
 
 __all__ = ["human_bytes", "plan_record", "table", "version_record"]
 
@@ -58,7 +60,7 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Lay out rows under headings in plain text, numbers and all right-aligned but the last column."""
     widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
     last = len(headings) - 1

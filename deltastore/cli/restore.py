@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..reader import open_store
+from deltastore.reader import open_store
+
 from .app import progress_bar, store_options
 
 __all__ = ["command"]

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..manifest import MAX_PART_BYTES, MODEL
-from ..reader import open_store
+from deltastore.manifest import MAX_PART_BYTES, MODEL
+from deltastore.reader import open_store
+
 from .app import emit, json_option, store_options
 from .records import human_bytes, table, version_record
 
 if TYPE_CHECKING:
-    from ..manifest import Manifest
-    from ..reader import Store
+    from deltastore.manifest import Manifest
+    from deltastore.reader import Store
 
 __all__ = ["command"]
 
@@ -56,8 +57,8 @@ def command(store: str, storage_options: dict[str, str], version: str, tensors: 
 
 
 def _tensors(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
-    from ..part import PartIdentity, parse_part  # noqa: PLC0415 - only where parts are read
-    from ..spool import read_object  # noqa: PLC0415
+    from deltastore.part import PartIdentity, parse_part  # noqa: PLC0415 - only where parts are read
+    from deltastore.spool import read_object  # noqa: PLC0415
 
     schema = store.schema()
     rows: list[dict[str, Any]] = [

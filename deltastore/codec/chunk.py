@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zstandard
 
-from ..errors import UsageError
+from deltastore.errors import UsageError
+
 from . import kernels
 from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
 from .streams import StreamReader, StreamWriter
@@ -26,13 +27,13 @@ __all__ = ["ChunkDecoder", "ChunkEncoder"]
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
 _SPARSE_UP_TO = 4
 
-_ELEMENT = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _GAPS = struct.Struct("<I")
 
 
 def _elements(data: Bytes, width: int) -> Array:
     # Read-only views everywhere: numba compiles a kernel anew for each mix of writable and read-only inputs.
-    view = data.view(_ELEMENT[width])
+    view: Array = data.view(_ELEMENT[width])
     view.flags.writeable = False
     return view
 

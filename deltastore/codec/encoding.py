@@ -28,5 +28,5 @@ class EncodedChunk:
     payload: bytes
 
 
-class DamagedChunk(Exception):  # noqa: N818 - an inner signal; callers turn it into CorruptObject with the object's key
+class DamagedChunk(Exception):
     """An encoded chunk breaks the format. Carries a sentence about what is wrong."""

@@ -1,8 +1,8 @@
 """The hot loops, compiled by numba, without the GIL.
 
-Each kernel takes one chunk as unsigned integers of the element width (uint8, uint16, uint32 or uint64) and is linear in its
-length. Inputs are read-only arrays, outputs writable ones that the caller made large enough; the decoding kernel
-whose input holds positions checks each of them and answers with a status instead of touching anything outside.
+Each kernel takes one chunk as unsigned integers of the element width (uint8, uint16, uint32 or uint64) and is linear
+in its length. Inputs are read-only arrays, outputs writable ones that the caller made large enough; the decoding
+kernel whose input holds positions checks each of them and answers with a status instead of touching anything outside.
 
 Streams (docs/format.md, section 4):
 
@@ -38,9 +38,11 @@ __all__ = [
 _LANES = 32
 
 _jit = numba.njit(nogil=True, cache=True)
+#: Typed as anything: inside kernels an intrinsic is called without the typing context that its definition takes.
+_intrinsic: Any = intrinsic
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba's decorators are untyped
+@_intrinsic
 def _changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
     """Compare 32 elements of two arrays from ``start``: a uint32 whose bit ``i`` is set where element ``i`` differs.
 
@@ -64,7 +66,7 @@ def _changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
     return types.uint32(old, new, start), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba's decorators are untyped
+@_intrinsic
 def _lowest_bit(_typing: Any, mask: Any) -> Any:
     """Return the number of the lowest set bit of a non-zero uint32."""
 
@@ -75,7 +77,7 @@ def _lowest_bit(_typing: Any, mask: Any) -> Any:
     return types.intp(mask), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba's decorators are untyped
+@_intrinsic
 def _count_bits(_typing: Any, mask: Any) -> Any:
     """Return how many bits of a uint32 are set."""
 
@@ -165,8 +167,8 @@ def extract_sparse(old: Array, new: Array, gaps: Array, signs: Array, planes: Ar
 def apply_sparse(out: Array, gaps: Array, signs: Array, planes: Array, inverse: bool) -> int:
     """Add the coded differences to ``out`` (or take them away).
 
-    ``signs``: uint8 ((changed + 7) // 8,); ``planes``: uint8 (width, changed). Returns 0, or what is wrong: 1: a position
-    outside the chunk; 2: gaps and changed elements differ in number.
+    ``signs``: uint8 ((changed + 7) // 8,); ``planes``: uint8 (width, changed). Returns 0, or what is wrong: 1: a
+    position outside the chunk; 2: gaps and changed elements differ in number.
     """
     width = out.itemsize
     count = planes.shape[1]

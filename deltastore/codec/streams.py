@@ -1,7 +1,7 @@
 """Byte streams inside an encoded chunk: nothing, raw bytes, or one zstd frame. Pure.
 
-A stream is a method byte, the stored length as u32le, and the stored bytes (docs/format.md, section 4.1). Its raw length
-is known to the reader before it starts, so nothing is ever decompressed past what the chunk itself allows.
+A stream is a method byte, the stored length as u32le, and the stored bytes (docs/format.md, section 4.1). Its raw
+length is known to the reader before it starts, so nothing is ever decompressed past what the chunk itself allows.
 """
 
 from __future__ import annotations

@@ -52,9 +52,7 @@ _PASSING: Final = frozenset(
     }
 )
 _PASSING_STATUS: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_PASSING_ERRNO: Final = frozenset(
-    {errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EAGAIN, errno.EPIPE, errno.ETIMEDOUT}
-)
+_PASSING_ERRNO: Final = frozenset({errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EAGAIN, errno.EPIPE, errno.ETIMEDOUT})
 
 
 def is_absence(error: Exception) -> bool:
@@ -67,9 +65,7 @@ def is_empty_range(error: Exception) -> bool:
     return _status(error) == 416
 
 
-def translate(
-    error: Exception, verb: str, key: str | None, *, url: str, clean: Callable[[str], str]
-) -> StorageError:
+def translate(error: Exception, verb: str, key: str | None, *, url: str, clean: Callable[[str], str]) -> StorageError:
     """Return our error for a library's; ``clean`` takes credentials out of the library's message."""
     name = key or url
     kinds = _kinds(error)

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["parse_options", "secrets_of"]
 
-_SECRET_NAMES: Final = re.compile(
-    r"key|secret|token|password|credential|connection_string|sas", re.IGNORECASE
-)
+_SECRET_NAMES: Final = re.compile(r"key|secret|token|password|credential|connection_string|sas", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"-?\d{1,9}")
 
 # Names whose values are text even when they look like a number or a boolean.

@@ -73,9 +73,7 @@ _DIALECTS: Final = {
 _SYNCHRONOUS: Final = threading.RLock()
 
 
-def open_fsspec(
-    url: str, *, storage_options: Mapping[str, object], timeout: float = _BASE_TIMEOUT
-) -> FsspecBackend:
+def open_fsspec(url: str, *, storage_options: Mapping[str, object], timeout: float = _BASE_TIMEOUT) -> FsspecBackend:
     """Open a remote URL; no request is sent yet. Raises ``UsageError`` for what can never work."""
     import fsspec  # noqa: PLC0415 - a local store must not wait for it
     from fsspec.config import apply_config  # noqa: PLC0415
@@ -110,9 +108,7 @@ def open_fsspec(
         ) from error
     if _DIALECTS[protocol] is _S3:
         file_system.retries = 1
-    return FsspecBackend(
-        file_system, root, url=plain_url, protocol=protocol, timeout=timeout, secrets=secrets
-    )
+    return FsspecBackend(file_system, root, url=plain_url, protocol=protocol, timeout=timeout, secrets=secrets)
 
 
 class FsspecBackend:
@@ -302,9 +298,7 @@ def _split(url: str) -> tuple[Any, dict[str, object]]:
     if not at:
         return shown, {}
     if not colon or _DIALECTS[shown.scheme] is not _S3:
-        raise UsageError(
-            f"a {shown.scheme}:// URL cannot carry a user", hint="give credentials as storage options"
-        )
+        raise UsageError(f"a {shown.scheme}:// URL cannot carry a user", hint="give credentials as storage options")
     return shown._replace(netloc=host), {"key": unquote(name), "secret": unquote(password)}
 
 

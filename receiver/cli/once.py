@@ -18,8 +18,8 @@ __all__ = ["command"]
 @json_option
 def command(as_json: bool, **values: Any) -> None:
     """Bring a checkpoint and an engine to the wanted version, then exit."""
-    from ..daemon import Receiver  # noqa: PLC0415 - heavy, and --help does without
-    from ..status import Status  # noqa: PLC0415
+    from receiver.daemon import Receiver  # noqa: PLC0415 - heavy, and --help does without
+    from receiver.status import Status  # noqa: PLC0415
 
     status = Status(store=values["store"], checkpoint=str(values["checkpoint"]), target=values["target"])
     Receiver(options_from(**values), status).once()

@@ -12,7 +12,7 @@ from deltastore.cli.app import debug_option, key_value_option, storage_options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..daemon import Options
+    from receiver.daemon import Options
 
 __all__ = ["options_from", "receiver_options"]
 
@@ -21,7 +21,9 @@ _SHARED = (
     click.option("--checkpoint", required=True, metavar="DIR", type=Path, help="The local checkpoint; becomes a link."),
     click.option("--base", metavar="DIR", type=Path, help="A checkpoint of the stream to start from."),
     click.option("--target", default="latest", show_default=True, metavar="VERSION", help="The wanted version."),
-    click.option("--engine", default="none", show_default=True, metavar="NAME", help="The kind of engine: none or torch."),
+    click.option(
+        "--engine", default="none", show_default=True, metavar="NAME", help="The kind of engine: none or torch."
+    ),
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
     key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
     click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
@@ -39,6 +41,6 @@ def receiver_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def options_from(**values: Any) -> Options:
     """Make the daemon's options from the command line's."""
-    from ..daemon import Options  # noqa: PLC0415 - heavy, and --help does without
+    from receiver.daemon import Options  # noqa: PLC0415 - heavy, and --help does without
 
     return Options(**values)

@@ -19,11 +19,13 @@ _INTERRUPTED = 130
 @click.command("run")
 @receiver_options
 @click.option("--poll", type=click.FloatRange(0.01), default=1.0, show_default=True, help="Seconds between polls.")
-@click.option("--listen", default="127.0.0.1:9310", show_default=True, metavar="HOST:PORT", help="Where status is served.")
+@click.option(
+    "--listen", default="127.0.0.1:9310", show_default=True, metavar="HOST:PORT", help="Where status is served."
+)
 def command(listen: str, **values: Any) -> int:
     """Follow a stream until SIGTERM: keep a checkpoint and an engine at the wanted version."""
-    from ..daemon import Receiver  # noqa: PLC0415 - heavy, and --help does without
-    from ..status import Status, StatusServer  # noqa: PLC0415
+    from receiver.daemon import Receiver  # noqa: PLC0415 - heavy, and --help does without
+    from receiver.status import Status, StatusServer  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

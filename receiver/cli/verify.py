@@ -22,14 +22,15 @@ def command(checkpoint: Path, workers: int | None, as_json: bool) -> None:
     from deltastore.checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
     from deltastore.digest import hasher  # noqa: PLC0415
     from deltastore.patch import default_workers  # noqa: PLC0415
-
-    from ..slots import Slots  # noqa: PLC0415
+    from receiver.slots import Slots  # noqa: PLC0415
 
     slots = Slots(checkpoint)
     live = slots.live()
     if live is None:
         raise SlotError(
-            f"{checkpoint} is not a receiver's checkpoint.", key=str(checkpoint), hint="Run `receiver once` on it first."
+            f"{checkpoint} is not a receiver's checkpoint.",
+            key=str(checkpoint),
+            hint="Run `receiver once` on it first.",
         )
     opened = open_checkpoint(live.directory)
     total, done = opened.schema.nbytes, 0

@@ -49,9 +49,7 @@ def _make_torch(url: str | None, options: dict[str, str]) -> Engine:
     from receiver.engines.torch_server import Timeouts, TorchServerEngine  # noqa: PLC0415 (as above)
 
     if url is None:
-        raise UsageError(
-            "engine torch needs a URL", key="torch", hint="Try: --engine-url http://127.0.0.1:PORT."
-        )
+        raise UsageError("engine torch needs a URL", key="torch", hint="Try: --engine-url http://127.0.0.1:PORT.")
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"engine URL {url!r} is not HTTP", key=url, hint="Try: http://127.0.0.1:PORT.")
     names = {f"{field.name}-timeout": field.name for field in fields(Timeouts)}
@@ -67,9 +65,7 @@ def _seconds(option: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise UsageError(
-            f"engine option {option}={text} is not a number of seconds", key=option, hint="Try: 60."
-        )
+        raise UsageError(f"engine option {option}={text} is not a number of seconds", key=option, hint="Try: 60.")
     return value
 
 

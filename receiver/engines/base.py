@@ -41,7 +41,10 @@ class Engine(Protocol):
         ...
 
     def load(self, checkpoint: Path, *, version: str) -> None:
-        """Load the weights of ``checkpoint`` (a complete directory), requantizing where precisions differ, and drop caches."""
+        """Load the weights of ``checkpoint``, a complete directory, and drop what was cached of the old ones.
+
+        Weights are requantized where the engine's precision is another than the checkpoint's.
+        """
         ...
 
     def confirm(self, version: str) -> None:

@@ -288,9 +288,7 @@ def _line(content: object) -> bytes:
 class _Server(uvicorn.Server):
     """Says when it listens, and lets held streams go when it is told to end."""
 
-    def __init__(
-        self, config: uvicorn.Config, *, ready: Callable[[], None], stop: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, *, ready: Callable[[], None], stop: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
         self._stop = stop

@@ -109,9 +109,7 @@ def test_a_poll_is_one_request(stub, backend):
         with pytest.raises(ObjectNotFound):
             backend.read("a", limit=99)
     assert backend.read("a", limit=99) == b"here"
-    assert [(method, path.partition("?")[0]) for method, path, _ in stub.requests] == [
-        ("GET", "/bucket/run/a")
-    ] * 4
+    assert [(method, path.partition("?")[0]) for method, path, _ in stub.requests] == [("GET", "/bucket/run/a")] * 4
 
 
 def test_no_more_is_asked_for_than_the_limit_and_one(stub, backend):
@@ -321,9 +319,7 @@ def test_fsspec_environment(stub):
         "FSSPEC_S3_CLIENT_KWARGS": '{"region_name": "eu-north-7"}',
         "PYTHONPATH": ":".join(sys.path),
     }
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout == "b'x'\n"
     assert "from-fsspec/" in stub.requests[0][2]["Authorization"]
     assert "/eu-north-7/s3/" in stub.requests[0][2]["Authorization"]

@@ -88,9 +88,7 @@ def test_gives_up_at_the_deadline_with_the_last_error(faulty):
 
 def test_pauses_grow_and_are_bounded(faulty, pauses):
     faulty.add(*[Fault(operation="read")] * 200)
-    RetryingBackend(faulty, deadline=1e9, first_pause=0.1, longest_pause=3.0, sleep=pauses.append).read(
-        "a", limit=1
-    )
+    RetryingBackend(faulty, deadline=1e9, first_pause=0.1, longest_pause=3.0, sleep=pauses.append).read("a", limit=1)
     assert pauses[0] <= 0.1
     assert max(pauses) <= 3.0
     assert max(pauses) > 1.0

@@ -26,9 +26,7 @@ def trainer(**options) -> Trainer:
     return Trainer(TINY, corpus=TEXT, **options)
 
 
-def reference_logits(
-    weights: dict[str, torch.Tensor], tokens: list[int], config: ModelConfig
-) -> torch.Tensor:
+def reference_logits(weights: dict[str, torch.Tensor], tokens: list[int], config: ModelConfig) -> torch.Tensor:
     """The Llama forward pass position by position, in float64, from the published definition."""
 
     def norm(x, name):
@@ -49,8 +47,7 @@ def reference_logits(
             at = f"model.layers.{layer}"
             y = norm(x, f"{at}.input_layernorm.weight")
             q, k, v = (
-                (weights[f"{at}.self_attn.{p}_proj.weight"].double() @ y).view(-1, config.head_dim)
-                for p in "qkv"
+                (weights[f"{at}.self_attn.{p}_proj.weight"].double() @ y).view(-1, config.head_dim) for p in "qkv"
             )
             past[layer].append((torch.stack([turned(head, position) for head in k]), v))
             mixed = []
@@ -75,9 +72,7 @@ def test_the_forward_pass_is_that_of_a_llama():
     tokens = [256, 3, 77, 200, 4, 9, 9, 31]
     with torch.no_grad():
         got = model(torch.tensor([tokens]))[0]
-    torch.testing.assert_close(
-        got.double(), reference_logits(model.state_dict(), tokens, TINY), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(got.double(), reference_logits(model.state_dict(), tokens, TINY), rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_gives_what_the_whole_context_gives():
@@ -150,9 +145,7 @@ def test_the_same_seed_gives_the_same_weights():
 def test_training_learns_and_small_steps_change_few_elements():
     training = trainer(learning_rate=3e-6)
     losses = []
-    training.pretrain(
-        60, batch=4, length=32, learning_rate=1e-2, progress=lambda report: losses.append(report.loss)
-    )
+    training.pretrain(60, batch=4, length=32, learning_rate=1e-2, progress=lambda report: losses.append(report.loss))
     assert losses[-1] < losses[0] / 2
     before = training.snapshot()
     report = training.step(batch=4, length=32)

@@ -110,9 +110,7 @@ class KVCache:
         self.values = torch.zeros_like(self.keys)
         self.length = 0
 
-    def append(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[1, kv heads, new, head dim]`` behind ``length``; return all so far. ``length`` stays."""
         end = self.length + keys.shape[2]
         self.keys[layer, :, :, self.length : end] = keys
@@ -146,9 +144,7 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.append(self.layer, key, value)
         # One new position sees all that are there; several new ones come only at the start of a context.
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=length > 1, enable_gqa=self.shared
-        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=length > 1, enable_gqa=self.shared)
         out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 

@@ -65,9 +65,7 @@ class Trainer:
         text = corpus if corpus is not None else read_corpus()
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._random = torch.Generator().manual_seed(seed + 1)
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learning_rate, betas=_BETAS, weight_decay=0.0
-        )
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=_BETAS, weight_decay=0.0)
         self._learning_rate = learning_rate
         self._steps = 0
 

@@ -95,10 +95,7 @@ def test_after_an_activation_it_answers_as_a_fresh_engine_does(server, engine, t
 
 def test_a_seed_repeats_a_sampled_text_and_another_does_not(server):
     one, same, other = (
-        [
-            line["token"]
-            for line in generate(server, tokens=[256, 9], max_tokens=12, temperature=1.0, seed=seed)
-        ]
+        [line["token"] for line in generate(server, tokens=[256, 9], max_tokens=12, temperature=1.0, seed=seed)]
         for seed in (1, 1, 2)
     )
     assert one == same != other
@@ -120,9 +117,7 @@ def test_a_listener_that_leaves_ends_its_stream(server, engine_app):
         next(answer.iter_lines())
     # Both threads that generate are needed, and free.
     with ThreadPoolExecutor(2) as pool:
-        assert [
-            len(lines) for lines in pool.map(lambda _: generate(server, prompt="x", max_tokens=2), range(2))
-        ]
+        assert [len(lines) for lines in pool.map(lambda _: generate(server, prompt="x", max_tokens=2), range(2))]
 
 
 def test_a_listener_that_does_not_read_holds_up_no_pause(server, engine):

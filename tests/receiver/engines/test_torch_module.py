@@ -149,9 +149,7 @@ def test_tied_tensors_that_differ_are_refused(tmp_path):
 def test_weights_that_are_not_finite_are_not_confirmed(tmp_path):
     engine = TorchModuleEngine(Layers())
     engine.pause()
-    engine.load(
-        saved(tmp_path / "a", tensors() | {"bias": torch.tensor([1.0, float("inf"), 1.0])}), version="1"
-    )
+    engine.load(saved(tmp_path / "a", tensors() | {"bias": torch.tensor([1.0, float("inf"), 1.0])}), version="1")
     with pytest.raises(EngineError, match="bias holds NaN or infinity"):
         engine.confirm("1")
 
@@ -198,9 +196,7 @@ def break_index(root, weight_map):
 
 
 DAMAGE = {
-    "truncated": lambda root: (root / "model.safetensors").write_bytes(
-        (root / "model.safetensors").read_bytes()[:-1]
-    ),
+    "truncated": lambda root: (root / "model.safetensors").write_bytes((root / "model.safetensors").read_bytes()[:-1]),
     "two files": lambda root: shutil.copy(root / "model.safetensors", root / "other.safetensors"),
     "index is no JSON": lambda root: (root / INDEX).write_text("{"),
     "index is a list": lambda root: (root / INDEX).write_text("[]"),

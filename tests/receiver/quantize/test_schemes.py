@@ -191,9 +191,6 @@ def test_schemes_are_known_by_name():
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = (
-        "import sys, receiver.quantize, receiver.engines\n"
-        "print([m for m in ('torch', 'httpx') if m in sys.modules])"
-    )
+    code = "import sys, receiver.quantize, receiver.engines\nprint([m for m in ('torch', 'httpx') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
