@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 from deltastore.errors import UsageError
-from deltastore.storage.base import Backend, Buffer, ObjectInfo
+from deltastore.storage.base import Backend, Buffer, ObjectInfo, close_backend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Backend", "Buffer", "ObjectInfo", "open_backend"]
+__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "open_backend"]
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _REMOTE: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Backend", "Buffer", "ObjectInfo"]
+__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -69,3 +69,10 @@ class Backend(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object; removing an absent one is no error."""
         ...
+
+
+def close_backend(backend: Backend) -> None:
+    """Give back the connections of a backend that keeps any; it opens new ones when it is used again."""
+    close = getattr(backend, "close", None)
+    if close is not None:
+        close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from deltastore.errors import StorageError
+from deltastore.storage.base import close_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -123,6 +124,10 @@ class FaultyBackend:
     def delete(self, key: str) -> None:
         """Delete through the script."""
         self._play(self._take("delete", key), lambda: self.inner.delete(key))
+
+    def close(self) -> None:
+        """Close the inner backend's connections, where it has any."""
+        close_backend(self.inner)
 
     def _take(self, operation: Operation, key: str) -> Fault | None:
         with self._lock:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import tenacity
 
 from deltastore.errors import StorageError
+from deltastore.storage.base import close_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,9 +77,7 @@ class RetryingBackend:
 
     def close(self) -> None:
         """Close the inner backend's connections, where it has any."""
-        close = getattr(self._inner, "close", None)
-        if close is not None:
-            close()
+        close_backend(self._inner)
 
     def _repeat(self, call: Callable[[], _T]) -> _T:
         retrying = tenacity.Retrying(

@@ -318,11 +318,12 @@ def test_killed_writers_leave_whole_objects(tmp_path):
     reader = LocalBackend(tmp_path)
     for _ in range(5):
         with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) as writer:
-            writer.stdout.readline()
-            for _ in range(20):
-                with suppress(ObjectNotFound):
+            try:
+                writer.stdout.readline()
+                for _ in range(20):
                     assert len(set(reader.read("a", limit=1 << 20))) == 1
-            writer.kill()
+            finally:
+                writer.kill()
         data = reader.read("a", limit=1 << 20)
         assert len(data) == 300_000
         assert len(set(data)) == 1

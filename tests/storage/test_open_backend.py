@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltastore.errors import UsageError
-from deltastore.storage import open_backend
+from deltastore.storage import close_backend, open_backend
 from deltastore.storage.local import LocalBackend
 from deltastore.storage.retry import RetryingBackend
 
@@ -94,3 +94,10 @@ def test_options_that_do_not_fit():
     with pytest.raises(UsageError) as caught:
         open_backend("s3://bucket", storage_options={"key": "a-secret", "username": "b", "x_token": "SECRET"})
     assert "a-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["/nowhere", "memory://closing", "s3://never-used"])
+def test_any_backend_can_be_closed(url):
+    backend = open_backend(url)
+    close_backend(backend)
+    close_backend(backend)

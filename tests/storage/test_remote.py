@@ -28,6 +28,14 @@ _names = itertools.count()
 class TestMemory(StorageContract):
     race_rounds = 50
 
+    @pytest.fixture(autouse=True)
+    def _threads_change_often(self):
+        # Without this, threads hardly ever meet between fsspec's check and its store.
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        yield
+        sys.setswitchinterval(usual)
+
     @pytest.fixture
     def open_another(self):
         url = f"memory://contract-{next(_names)}/run"
