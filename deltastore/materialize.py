@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from typing_extensions import Self
-
     import numpy as np
+    from typing_extensions import Self
 
     from .checkpoint import Layout
     from .snapshot import TensorSpec

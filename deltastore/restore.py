@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import shutil
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
@@ -19,13 +18,13 @@ from .spool import Spool, disk_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from .manifest import Manifest
+    from .patch import Read
     from .plan import Plan
     from .reader import Store
     from .snapshot import Digests
-
-    from .patch import Read
 
     Progress = Callable[[str, int, int], object]
 

@@ -52,7 +52,7 @@ from .restore import identify
 from .shadow import Shadow
 from .snapshot import snapshot_id
 from .spool import Spool
-from .storage import open_backend
+from .storage import close_backend, open_backend
 from .tensors import checkpoint_tensors, named_tensors
 
 if TYPE_CHECKING:
@@ -364,6 +364,7 @@ class Writer:
         self._closed = True
         self._committer.shutdown()
         self._spool_directory.cleanup()
+        close_backend(self._backend)
 
     def __enter__(self) -> Self:
         return self

@@ -77,7 +77,7 @@ def run(group: click.Group) -> int:
     except DeltastoreError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {str(error).rstrip('.')}.", err=True)
         if error.hint:
             click.echo(f"Try: {error.hint}", err=True)
         return error.exit_code

@@ -40,7 +40,7 @@ _CLOSE_TIMEOUT: Final = 5.0
 
 _WAIT_STEP: Final = 0.5
 
-_CREATE_LIMIT: Final = 4 << 20
+_CREATE_LIMIT: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

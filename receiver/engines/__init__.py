@@ -27,7 +27,7 @@ def make_engine(name: str, *, url: str | None = None, options: Mapping[str, str]
     """
     if name not in _ADAPTERS:
         known = ", ".join(engine_names())
-        raise UsageError(f"no engine is named {name!r}", key=name, hint=f"Try: --engine with one of {known}.")
+        raise UsageError(f"no engine is named {name!r}", key=name, hint=f"--engine with one of {known}.")
     return _ADAPTERS[name](url, dict(options or {}))
 
 
@@ -40,7 +40,7 @@ def _make_none(url: str | None, options: dict[str, str]) -> Engine:
     from receiver.engines.none import NoEngine  # noqa: PLC0415 (see the module's docstring)
 
     if url is not None:
-        raise UsageError("engine none has no URL", key=url, hint="Try: --engine torch, or no --engine-url.")
+        raise UsageError("engine none has no URL", key=url, hint="--engine torch, or no --engine-url.")
     _refuse_unknown("none", options, ())
     return NoEngine()
 
@@ -49,9 +49,9 @@ def _make_torch(url: str | None, options: dict[str, str]) -> Engine:
     from receiver.engines.torch_server import Timeouts, TorchServerEngine  # noqa: PLC0415 (as above)
 
     if url is None:
-        raise UsageError("engine torch needs a URL", key="torch", hint="Try: --engine-url http://127.0.0.1:PORT.")
+        raise UsageError("engine torch needs a URL", key="torch", hint="--engine-url http://127.0.0.1:PORT.")
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"engine URL {url!r} is not HTTP", key=url, hint="Try: http://127.0.0.1:PORT.")
+        raise UsageError(f"engine URL {url!r} is not HTTP", key=url, hint="http://127.0.0.1:PORT.")
     names = {f"{field.name}-timeout": field.name for field in fields(Timeouts)}
     _refuse_unknown("torch", options, tuple(names))
     return TorchServerEngine(
@@ -65,14 +65,14 @@ def _seconds(option: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise UsageError(f"engine option {option}={text} is not a number of seconds", key=option, hint="Try: 60.")
+        raise UsageError(f"engine option {option}={text} is not a number of seconds", key=option, hint="60.")
     return value
 
 
 def _refuse_unknown(engine: str, options: Mapping[str, str], known: tuple[str, ...]) -> None:
     for option in options:
         if option not in known:
-            hint = f"Try: one of {', '.join(known)}." if known else "Try: no --engine-option."
+            hint = f"One of {', '.join(known)}." if known else "No --engine-option."
             raise UsageError(f"engine {engine} has no option {option!r}", key=option, hint=hint)
 
 

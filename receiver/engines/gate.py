@@ -39,7 +39,7 @@ class GenerationGate:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._shut)
             if self._closed:
-                raise EngineError("the engine is shutting down", hint="Try: another engine.")
+                raise EngineError("the engine is shutting down", hint="another engine.")
             self._running += 1
         try:
             yield
@@ -58,13 +58,13 @@ class GenerationGate:
             self._shut = True
             self._changed.wait_for(lambda: self._running == 0 or not self._shut, timeout)
             if not self._shut:
-                raise EngineError("the engine was resumed while it was pausing", hint="Try: pausing again.")
+                raise EngineError("the engine was resumed while it was pausing", hint="pausing again.")
             if self._running:
                 self._shut = False
                 self._changed.notify_all()
                 raise EngineError(
                     f"{self._running} forward passes have not ended {timeout:g} s after the pause",
-                    hint="Try: a longer pause timeout, or look for a stuck request.",
+                    hint="a longer pause timeout, or look for a stuck request.",
                 )
 
     def resume(self) -> None:

@@ -146,7 +146,7 @@ class EngineApp:
             raise UsageError(
                 f"checkpoint {body.checkpoint!r} is not an absolute path",
                 key=body.checkpoint,
-                hint="Try: the whole path, as this server's file system has it.",
+                hint="the whole path, as this server's file system has it.",
             )
         await self._call(lambda: self.engine.load(checkpoint, version=body.version))
         return self._held()
@@ -252,11 +252,11 @@ async def _body(request: Request, kind: type[_T]) -> _T:
     async for block in request.stream():
         content += block
         if len(content) > _MAX_BODY:
-            raise UsageError("the body is over 1 MiB", hint="Try: a shorter prompt.")
+            raise UsageError("the body is over 1 MiB", hint="a shorter prompt.")
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
-        raise UsageError(f"the body is not what this call takes: {error}", hint="Try: JSON.") from error
+        raise UsageError(f"the body is not what this call takes: {error}", hint="JSON.") from error
 
 
 def _check(body: _GenerateRequest) -> None:
@@ -266,7 +266,7 @@ def _check(body: _GenerateRequest) -> None:
         wrong = "max_tokens is 1 or more, temperature not negative, seed below 2**63"
     else:
         return
-    raise UsageError(wrong, hint='Try: {"prompt": "def f", "max_tokens": 16}.')
+    raise UsageError(wrong, hint='{"prompt": "def f", "max_tokens": 16}.')
 
 
 async def _refusal(request: Request, error: DeltastoreError) -> Response:
@@ -377,7 +377,7 @@ def _factory(target: str) -> Callable[[Path, str], ServedModel]:
         found: Callable[[Path, str], ServedModel] = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"no model factory {target!r}: {error}", key=target, hint="Try: package.module:function."
+            f"no model factory {target!r}: {error}", key=target, hint="package.module:function."
         ) from error
     return found
 
@@ -412,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve(EngineApp(engine, model), port=options.port, ready_file=options.ready_file)
     except (DeltastoreError, OSError) as error:
         hint = getattr(error, "hint", None)
-        sys.stderr.write(f"{error}\n{hint}\n" if hint else f"{error}\n")
+        sys.stderr.write(f"Error: {error}\nTry: {hint}\n" if hint else f"Error: {error}\n")
         return getattr(error, "exit_code", 1)
     return 0
 

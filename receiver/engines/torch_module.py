@@ -108,7 +108,7 @@ class TorchModuleEngine:
         """Replace the weights by those of ``checkpoint``; every header is checked before anything changes."""
         with self._work:
             if not self._gate.held:
-                raise EngineError("the engine is not paused", hint="Try: pause() before load().")
+                raise EngineError("the engine is not paused", hint="pause() before load().")
             self._replace(checkpoint, version)
 
     def prime(self, checkpoint: Path) -> None:
@@ -126,7 +126,7 @@ class TorchModuleEngine:
                 raise EngineError(
                     f"the engine holds {'no version' if held is None else f'version {held}'}, not {version}",
                     key=version,
-                    hint="Try: loading the version again.",
+                    hint="loading the version again.",
                 )
             for name, tensor in self._weights.items():
                 if not all_finite(tensor):
@@ -141,7 +141,7 @@ class TorchModuleEngine:
             if self._broken:
                 raise EngineError(
                     "the last load failed, so the engine stays paused",
-                    hint="Try: loading this version again, or the one before.",
+                    hint="loading this version again, or the one before.",
                 )
             self._gate.resume()
 
@@ -220,7 +220,7 @@ class TorchModuleEngine:
             raise EngineError(
                 f"the checkpoint does not fit the engine ({'; '.join(parts)}); nothing was changed",
                 key=first.split(" ", 1)[0],
-                hint="Try: the engine's mapping and scheme, or the checkpoint this model was built from.",
+                hint="the engine's mapping and scheme, or the checkpoint this model was built from.",
             )
 
     def _run_probe(self, version: str) -> None:
@@ -235,7 +235,7 @@ class TorchModuleEngine:
             raise self._sick(f"the probe's logits are not finite at version {version}", version)
 
     def _sick(self, message: str, key: str) -> EngineError:
-        return EngineError(message, key=key, hint="Try: loading again, or going back to the version before.")
+        return EngineError(message, key=key, hint="loading again, or going back to the version before.")
 
 
 def _distinct_weights(module: torch.nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -245,7 +245,7 @@ def _distinct_weights(module: torch.nn.Module) -> tuple[dict[str, str], dict[str
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
         if not tensor.is_contiguous():
-            raise EngineError(f"weight {name} is not contiguous", key=name, hint="Try: .contiguous() on it.")
+            raise EngineError(f"weight {name} is not contiguous", key=name, hint=".contiguous() on it.")
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape)
         # Empty tensors have no place of their own.
         first = by_place.setdefault(place, name) if tensor.numel() else name
@@ -266,5 +266,5 @@ def _check_tied(reader: CheckpointReader, names: list[str]) -> None:
             raise EngineError(
                 f"tensors {names[0]} and {other} are one in the engine, and differ in the checkpoint",
                 key=other,
-                hint="Try: publishing both from one tensor, or an engine that does not tie them.",
+                hint="publishing both from one tensor, or an engine that does not tie them.",
             )

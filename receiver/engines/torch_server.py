@@ -90,10 +90,10 @@ class TorchServerEngine:
             response = self._client.request(method, self._url + path, json=body, timeout=limits)
             answer = response.json()
         except httpx.ConnectError as error:
-            hint = "Try: starting it (python -m receiver.engines.serve), or another --engine-url."
+            hint = "Start it (python -m receiver.engines.serve), or another --engine-url."
             raise self._error(f"nothing answers there: {error}", hint=hint) from error
         except httpx.TimeoutException as error:
-            hint = "Try: asking it for /info; if it is only slow, a longer timeout."
+            hint = "Ask it for /info; if it is only slow, give a longer timeout."
             raise self._error(f"no answer to {path} within {timeout:g} s", hint=hint) from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, RuntimeError) as error:
             # RuntimeError is what a closed client raises.
@@ -110,5 +110,5 @@ class TorchServerEngine:
         return EngineError(
             f"engine {self._url}: {why}",
             key=key or self._url,
-            hint=hint or "Try: its log, and whether --engine-url is an engine of this kind.",
+            hint=hint or "See its log, and whether --engine-url is an engine of this kind.",
         )

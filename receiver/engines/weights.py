@@ -129,7 +129,7 @@ def _unreadable(checkpoint: Path, why: str) -> EngineError:
     return EngineError(
         f"checkpoint {checkpoint} cannot be loaded: {why}",
         key=str(checkpoint),
-        hint="Try: `receiver verify --checkpoint` on it.",
+        hint="`receiver verify --checkpoint` on it.",
     )
 
 

@@ -75,7 +75,7 @@ def scheme_names() -> tuple[str, ...]:
 def register_scheme(name: str, factory: SchemeFactory) -> None:
     """Make ``factory`` known as ``name``; a name that is taken is a ``UsageError``."""
     if name in scheme_names():
-        raise UsageError(f"a scheme named {name!r} already exists", key=name, hint="Try: another name.")
+        raise UsageError(f"a scheme named {name!r} already exists", key=name, hint="another name.")
     _registered[name] = factory
 
 
@@ -88,7 +88,7 @@ def make_scheme(name: str, *, keep: Sequence[str] | None = None) -> Scheme:
         return _registered[name](keep=keep)
     if name not in _BUILT_IN:
         known = ", ".join(scheme_names())
-        raise UsageError(f"no quantization scheme is named {name!r}", key=name, hint=f"Try: one of {known}.")
+        raise UsageError(f"no quantization scheme is named {name!r}", key=name, hint=f"one of {known}.")
     module, _, attribute = _BUILT_IN[name].partition(":")
     factory = cast("SchemeFactory", getattr(import_module(module), attribute))
     return factory(keep=keep)

@@ -68,7 +68,7 @@ class Fp8Block:
             raise EngineError(
                 f"tensor {name} holds NaN or infinity and cannot be quantized to {self.name}",
                 key=name,
-                hint="Try: look at the trainer's loss at this version, and go back to the version before.",
+                hint="look at the trainer's loss at this version, and go back to the version before.",
             )
         weight, scale = quantize_block(tensor)
         return {name: weight, _scale_name(name): scale}
