@@ -138,7 +138,7 @@ def test_create_is_conditional(stub, backend):
     backend.create("a", b"x")
     assert stub.requests[0][2]["If-None-Match"] == "*"
     with pytest.raises(UsageError):
-        backend.create("a", bytes(5 << 20))
+        backend.create("a", bytes((16 << 20) + 1))
     assert len(stub.requests) == 1
 
 
