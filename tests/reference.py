@@ -1,6 +1,6 @@
-"""The codec and the hash tree as docs/format.md says them, in plain Python: slow, obvious, and not made from the package.
+"""The codec and the hash tree as docs/format.md says them, in plain Python; nothing of the package is used.
 
-Everything here works on ``bytes`` and ``int``. ``Damaged`` is raised where the page says MUST.
+Everything here works on ``bytes`` and ``int``. ``DamagedError`` is raised where the page says MUST.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK = 1_048_576
 HASHES = {"xxh3-128": xxhash.xxh3_128_digest, "blake3": lambda data: blake3.blake3(data).digest()}
 
 
-class Damaged(Exception):
+class DamagedError(Exception):
     pass
 
 
@@ -66,7 +66,7 @@ def gap_positions(stream: bytes, elements: int, changed: int) -> list[int]:
             positions.append(position)
             position += 1
     if unfinished or len(positions) != changed or (positions and positions[-1] >= elements):
-        raise Damaged("gaps")
+        raise DamagedError("gaps")
     return positions
 
 
@@ -117,7 +117,7 @@ class Streams:
 
     def take(self, size: int) -> bytes:
         if size > len(self.left):
-            raise Damaged("too short")
+            raise DamagedError("too short")
         piece, self.left = self.left[:size], self.left[size:]
         return piece
 
@@ -132,7 +132,7 @@ class Streams:
             raw = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
             if len(raw) == raw_size:
                 return raw
-        raise Damaged("stream")
+        raise DamagedError("stream")
 
 
 # Section 4: whole chunks.
@@ -185,12 +185,12 @@ def decode(
     before = values(old, width)
     way = -1 if back else 1
     if not 1 <= changed <= len(before):
-        raise Damaged("changed")
+        raise DamagedError("changed")
     streams = Streams(payload)
     if encoding == SPARSE:
         (size,) = struct.unpack("<I", streams.take(4))
         if not changed <= size <= changed + len(before) // 255:
-            raise Damaged("gap stream")
+            raise DamagedError("gap stream")
         positions = gap_positions(streams.next(size), len(before), changed)
         signs = streams.next((changed + 7) // 8)
         magnitudes = joined([streams.next(changed) for _ in range(width)])
@@ -205,9 +205,9 @@ def decode(
     elif encoding == FULL and not back:
         result = joined([streams.next(len(before)) for _ in range(width)])
     else:
-        raise Damaged("encoding")
+        raise DamagedError("encoding")
     if streams.left:
-        raise Damaged("left over")
+        raise DamagedError("left over")
     return data_of(result, width)
 
 
