@@ -27,10 +27,10 @@ from .digest import DEFAULT_HASH
 from .errors import CommitInDoubt, DeltastoreError, PublishError, StorageError, StoreNotFound, VersionConflict, WriterFenced
 from .init import create_stream
 from .manifest import (
-    MAX_METADATA_BYTES,
     FORMAT,
     LATEST_KEY,
     MAX_MANIFEST_BYTES,
+    MAX_METADATA_BYTES,
     MODEL,
     Component,
     LatestHint,
