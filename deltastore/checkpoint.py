@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -218,11 +218,12 @@ def _other_files(root: Path) -> Iterator[str]:
 
 def is_safe_path(name: str) -> bool:
     """Tell whether a name from outside may be used as a path below a directory of ours."""
-    parts = PurePosixPath(name).parts
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return False
     return (
-        bool(parts)
-        and "/".join(parts) == name
-        and len(name.encode("utf-8", "replace")) <= 1024
-        and not any(part.startswith(".") or len(part.encode("utf-8", "replace")) > 255 for part in parts)
+        size <= 1024
+        and all(part and part[0] != "." and len(part.encode()) <= 255 for part in name.split("/"))
         and not any(ord(char) < 32 or char in '\\:*?"<>|\x7f' for char in name)
     )

@@ -7,6 +7,7 @@ holes or overlaps.
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,19 +75,25 @@ def parse_header(data: Buffer, *, key: str) -> Header:
     size = header_size(data, key=key)
     if len(data) < size:
         raise CorruptObject(f"{key} is cut short: its header of {size} bytes is incomplete.", key=key)
+    text = bytes(data[_LENGTH.size : size])
     try:
-        entries = msgspec.json.decode(bytes(data[_LENGTH.size : size]), type=dict[str, msgspec.Raw])
+        entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata: dict[str, str] = {}
         if _METADATA in entries:
             metadata = msgspec.json.decode(entries.pop(_METADATA), type=dict[str, str])
         parsed = [(name, msgspec.json.decode(entry, type=_Entry)) for name, entry in entries.items()]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # A name that comes twice would be read one way here and another way elsewhere; msgspec keeps the last.
+        json.loads(text, object_pairs_hook=_distinct, parse_int=_natural)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptObject(f"{key} has a damaged safetensors header: {error}.", key=key) from error
     parsed.sort(key=lambda item: item[1].data_offsets)
     position = 0
     tensors = []
     for name, entry in parsed:
-        spec = TensorSpec(name, entry.dtype, entry.shape)
+        try:
+            spec = TensorSpec(name, entry.dtype, entry.shape)
+        except CorruptObject as error:
+            raise CorruptObject(f"{key} has a damaged safetensors header: {error}", key=key) from error
         start, end = entry.data_offsets
         if start != position or end - start != spec.nbytes:
             raise CorruptObject(
@@ -95,6 +102,18 @@ def parse_header(data: Buffer, *, key: str) -> Header:
         position = end
         tensors.append(Placed(spec, size + start))
     return Header(tuple(tensors), metadata, size, size + position)
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _natural(digits: str) -> None:
+    if digits.startswith("-"):
+        raise ValueError(f"the number {digits[:20]} is negative")
 
 
 def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

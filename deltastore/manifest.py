@@ -27,6 +27,7 @@ __all__ = [
     "HEADERS",
     "LATEST_KEY",
     "MAX_MANIFEST_BYTES",
+    "MAX_METADATA_BYTES",
     "MAX_PART_BYTES",
     "MAX_SCHEMA_BYTES",
     "MAX_TABLE_BYTES",
@@ -55,6 +56,8 @@ LATEST_KEY = "LATEST"
 MAX_VERSION = 10**10 - 1
 
 MAX_MANIFEST_BYTES = 16 << 20
+#: The trainer's own fields, as JSON.
+MAX_METADATA_BYTES = 64 << 10
 MAX_PART_BYTES = 64 << 20
 MAX_SCHEMA_BYTES = 512 << 20
 MAX_TABLE_BYTES = 1 << 30
@@ -250,10 +253,14 @@ def _problem(manifest: Manifest, version: int) -> str | None:
             return problem
     elif manifest.parent_version != version - 1 or None in parents:
         return "it does not name its parent"
+    if len(msgspec.json.encode(manifest.metadata)) > MAX_METADATA_BYTES:
+        return f"its metadata take more than {MAX_METADATA_BYTES} bytes"
     own = re.compile(rf"parts/{version:010d}/{manifest.attempt_id}/[A-Za-z0-9._-]+\Z")
     for component in manifest.components.values():
         if component.changed_elements > component.total_elements:
             return "it changed more elements than there are"
+        if component.digests is not None and not is_base:
+            return "only version 0 has digest tables"
         if any(not own.match(part.key) for part in component.parts):
             return "it names a part of another attempt"
     return None

@@ -91,7 +91,7 @@ class TensorSpec:
                 f"Tensor {self.name!r} has the dtype {self.dtype!r}, which safetensors does not know.", key=self.name
             )
         _check_name(self.name)
-        if len(self.shape) > MAX_RANK or any(not 0 <= size < MAX_TENSOR_BYTES for size in self.shape):
+        if len(self.shape) > MAX_RANK or any(not 0 <= size < 1 << 64 for size in self.shape):
             raise CorruptObject(f"Tensor {self.name!r} has an impossible shape {self.shape}.", key=self.name)
         bits = math.prod(self.shape) * known.bits
         if bits % 8 or bits // 8 > MAX_TENSOR_BYTES:
@@ -214,7 +214,13 @@ class Schema:
             raise UnsupportedFormat(f"The schema {key} has the format {record.format}; this release knows 1.", key=key)
         if any(row.width == 0 for row in record.tensors):
             raise CorruptObject(f"The schema {key} has a tensor without an element width.", key=key)
-        return cls(TensorSpec(row.name, row.dtype, row.shape, row.width) for row in record.tensors)
+        try:
+            schema = cls(TensorSpec(row.name, row.dtype, row.shape, row.width) for row in record.tensors)
+        except CorruptObject as error:
+            raise CorruptObject(f"The schema {key} is damaged: {error}", key=key) from error
+        if any(row.name != spec.name for row, spec in zip(record.tensors, schema, strict=True)):
+            raise CorruptObject(f"The schema {key} has its tensors out of order.", key=key)
+        return schema
 
     def differences(self, other: Schema) -> list[str]:
         """Say, a line a tensor, how ``other`` differs from this schema in names, dtypes and shapes."""

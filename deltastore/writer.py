@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from .attempt import Attempt
@@ -38,6 +39,7 @@ from .manifest import (
     FORMAT,
     LATEST_KEY,
     MAX_MANIFEST_BYTES,
+    MAX_METADATA_BYTES,
     MODEL,
     Component,
     LatestHint,
@@ -65,8 +67,6 @@ if TYPE_CHECKING:
     from .snapshot import Digests
 
 __all__ = ["Publication", "Published", "Writer"]
-
-_MAX_METADATA_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +392,6 @@ def _checked_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
             raise PublishError(f"The metadata field {name!r} is beyond 64 bits.")
         # JSON has no infinities: a loss that went wrong must not stop the run, so they are kept as words.
         fields[name] = str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
-    if sum(len(name) + len(str(value)) for name, value in fields.items()) > _MAX_METADATA_BYTES:
-        raise PublishError(f"The metadata is larger than {_MAX_METADATA_BYTES} bytes.")
+    if len(msgspec.json.encode(fields)) > MAX_METADATA_BYTES:
+        raise PublishError(f"The metadata is larger than {MAX_METADATA_BYTES} bytes.")
     return fields

@@ -1,10 +1,11 @@
-"""Fixtures that several packages of tests use."""
+"""Fixtures that several packages of tests use, and the way Hypothesis works here."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before anything imports it, so that its assertions show what they compared.
 pytest.register_assert_rewrite("deltastore.testing.storage_contract")
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from deltastore.testing.s3_server import S3Server
+
+# The same examples everywhere and every time: a failure on another machine can be repeated on this one.
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")

@@ -168,7 +168,7 @@ def apply_sparse(out: Array, gaps: Array, signs: Array, planes: Array, inverse: 
     """Add the coded differences to ``out`` (or take them away).
 
     ``signs``: uint8 ((changed + 7) // 8,); ``planes``: uint8 (width, changed). Returns 0, or what is wrong: 1: a
-    position outside the chunk; 2: gaps and changed elements differ in number.
+    position outside the chunk; 2: gaps and changed elements differ in number, or the last gap does not end.
     """
     width = out.itemsize
     count = planes.shape[1]
@@ -193,6 +193,8 @@ def apply_sparse(out: Array, gaps: Array, signs: Array, planes: Array, inverse: 
             out[position] = out.dtype.type(out[position] + magnitude)
         position += 1
         found += 1
+    if gaps.size and gaps[gaps.size - 1] == 255:
+        return 2
     return 0 if found == count else 2
 
 
