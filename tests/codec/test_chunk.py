@@ -24,9 +24,7 @@ def array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
-def decode(
-    start: bytes, encoding: int, changed: int, payload: bytes, *, width: int, inverse: bool = False
-) -> bytes:
+def decode(start: bytes, encoding: int, changed: int, payload: bytes, *, width: int, inverse: bool = False) -> bytes:
     """Decode between guard bytes, which must stand whatever the payload says."""
     buffer = np.full(len(start) + 128, GUARD, np.uint8)
     out = buffer[64 : 64 + len(start)]
@@ -279,13 +277,9 @@ def test_random_bytes_are_refused_or_decode_as_the_reference_does(
 
 
 @given(st.sampled_from(WIDTHS), st.data())
-def test_well_framed_streams_of_random_bytes_decode_as_the_reference_does(
-    width: int, data: st.DataObject
-) -> None:
+def test_well_framed_streams_of_random_bytes_decode_as_the_reference_does(width: int, data: st.DataObject) -> None:
     changed = data.draw(st.integers(1, 24))
-    gaps = data.draw(
-        st.lists(st.sampled_from([0, 0, 0, 1, 2, 20, 254, 255]), max_size=changed + 2).map(bytes)
-    )
+    gaps = data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 2, 20, 254, 255]), max_size=changed + 2).map(bytes))
     streams = [gaps, data.draw(st.binary(min_size=(changed + 7) // 8, max_size=(changed + 7) // 8))]
     streams += [data.draw(st.binary(min_size=changed, max_size=changed)) for _ in range(width)]
     payload = struct.pack("<I", len(gaps)) + b"".join(reference.stored_stream(stream) for stream in streams)
@@ -333,17 +327,13 @@ RAW_500 = b"abcde" * 100
 SKIPPABLE = struct.pack("<II", 0x184D2A50, 500) + bytes(500)
 HOSTILE_FRAMES = [
     pytest.param(frame_with_declared_size(bytes(500), 1 << 30), id="declares a gibibyte"),
-    pytest.param(
-        frame_with_declared_size(bytes(500), (1 << 64) - 1), id="declares the unknown size's number"
-    ),
+    pytest.param(frame_with_declared_size(bytes(500), (1 << 64) - 1), id="declares the unknown size's number"),
     pytest.param(frame_with_declared_size(bytes(500), (1 << 64) - 2), id="declares the error's number"),
     pytest.param(frame_with_declared_size(bytes(64 << 20), 500), id="holds 64 MiB"),
     pytest.param(frame_with_declared_size(RAW_500[:-1], 500), id="holds one byte less"),
     pytest.param(frame_with_declared_size(RAW_500 + b"x", 500), id="holds one byte more"),
     pytest.param(frame_with_declared_size(b"", 500), id="holds nothing"),
-    pytest.param(
-        zstandard.ZstdCompressor(write_content_size=False).compress(RAW_500), id="declares no content size"
-    ),
+    pytest.param(zstandard.ZstdCompressor(write_content_size=False).compress(RAW_500), id="declares no content size"),
     pytest.param(reference.zstd_frame(RAW_500) + reference.zstd_frame(RAW_500), id="two frames"),
     pytest.param(reference.zstd_frame(RAW_500) + SKIPPABLE, id="a skippable frame after it"),
     pytest.param(SKIPPABLE + reference.zstd_frame(RAW_500), id="a skippable frame before it"),
@@ -400,6 +390,4 @@ def test_a_gap_stream_of_an_impossible_length_is_refused_before_it_is_read() -> 
     for size in (0, 2**31, 2**32 - 1, 1 + 1, 3):
         payload = struct.pack("<I", size) + struct.pack("<BI", ZERO, 0) + rest
         with pytest.raises(DamagedChunk):
-            decode(
-                bytes(100), SPARSE, 1, payload, width=1
-            )  # 1 change among 100 elements: exactly one gap byte
+            decode(bytes(100), SPARSE, 1, payload, width=1)  # 1 change among 100 elements: exactly one gap byte

@@ -86,9 +86,7 @@ def expected_streams(width: int, old: bytes, new: bytes) -> tuple[bytes, bytes, 
     return reference.gap_stream(positions), reference.sign_stream(changes), magnitudes
 
 
-def apply(
-    old: bytes, streams: tuple[bytes, bytes, list[bytes]], width: int, *, inverse: bool
-) -> tuple[int, bytes]:
+def apply(old: bytes, streams: tuple[bytes, bytes, list[bytes]], width: int, *, inverse: bool) -> tuple[int, bytes]:
     gaps, signs, planes = streams
     out, buffer = guarded((len(old) // width,), np.dtype(f"<u{width}"))
     out[:] = read_only(old, width)
