@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["ChunkRow", "Part", "PartIdentity", "build_part", "parse_part"]
 
 _FORMAT = "deltastore.part/1"
+#: How many tensors a part has: no more and no less.
+_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def parse_part(data: Buffer, identity: PartIdentity, schema: Schema, hash_functi
         raw.flags.writeable = False
         return raw.view("<u4") if dtype == "U32" else raw.reshape(shape)
 
-    if "tensor" not in columns or "payload" not in columns:
+    if "tensor" not in columns or "payload" not in columns or len(columns) != _COLUMNS:
         raise CorruptObject(f"{key} is a safetensors file, but not a part.", key=key)
     count = columns["tensor"].spec.shape[0] if columns["tensor"].spec.shape else 0
     size = hash_function.size
@@ -145,6 +147,7 @@ def parse_part(data: Buffer, identity: PartIdentity, schema: Schema, hash_functi
     np.cumsum(lengths, out=starts[1:])
     if starts[-1] != payload.spec.nbytes:
         raise CorruptObject(f"{key} has a payload of another length than its table says.", key=key)
+    column("payload", "U8", payload.spec.nbytes)
     tensor, chunk = column("tensor", "U32", count), column("chunk", "U32", count)
     encoding = column("encoding", "U8", count)
     if count and not (encoding.min() >= Encoding.SPARSE and encoding.max() <= Encoding.FULL):

@@ -85,6 +85,8 @@ class Patch:
         for part in parts:
             if (part.encoding != Encoding.FULL).any():
                 raise CorruptObject(f"{part.key} belongs to an anchor, but holds differences.", key=part.key)
+            if covered[part.numbers].any():
+                raise CorruptObject(f"{part.key} holds a chunk that another part holds too.", key=part.key)
             covered[part.numbers] = True
             self.after[part.numbers] = part.new_digests
             self._parts.append((part, False))

@@ -114,7 +114,9 @@ def check_link(parent: Manifest, child: Manifest) -> None:
             hint="The store was mixed with another one; restore it from a backup.",
         )
     problem = None
-    if child.parent_commit_id != parent.commit_id:
+    if (child.parent_version, child.version) != (parent.version, parent.version + 1):
+        problem = f"it follows version {child.parent_version}, not {parent.version}"
+    elif child.parent_commit_id != parent.commit_id:
         problem = f"it follows the commit {child.parent_commit_id}, but version {parent.version} is {parent.commit_id}"
     elif child.parent_snapshot_id != parent.snapshot_id:
         problem = (

@@ -92,7 +92,7 @@ def is_tied_alias(name: str) -> bool:
 
 def is_tied_partner(name: str) -> bool:
     """Tell whether a name is an input embedding's."""
-    return _TIED_PARTNER.search(name) is not None
+    return _TIED_PARTNER.search(name) is not None and not is_tied_alias(name)
 
 
 def _stream_name(name: str, schema: Schema) -> str:
@@ -111,9 +111,10 @@ def _view(data: Bytes) -> TensorBytes:
 def _input(name: str, value: Any) -> TensorInput:
     if isinstance(value, np.ndarray):
         dtype, shape = value.dtype.name, value.shape
-        content = _view(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) if value.size else _view(_EMPTY)
         if value.dtype.byteorder == ">":
             raise PublishError(f"{name} is big-endian; a checkpoint is little-endian.", tensors=(name,))
+        plain = value if dtype in _DTYPES and value.size else _EMPTY  # other dtypes are refused below
+        content = _view(np.ascontiguousarray(plain).reshape(-1).view(np.uint8))
     elif hasattr(value, "full_tensor"):
         raise PublishError(
             f"{name} is sharded over ranks (a DTensor).",

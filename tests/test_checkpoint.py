@@ -380,7 +380,7 @@ def test_a_safe_name_stays_below_its_directory(name: str) -> None:
 def test_a_file_whose_name_is_not_unicode_is_left_behind(tmp_path: Path) -> None:
     save_whole(tmp_path, SMALL)
     try:
-        (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+        (tmp_path / os.fsdecode(b"\xe9t\xe9.txt")).write_text("x")
     except OSError:
         pytest.skip("This file system takes Unicode names only.")
     assert open_checkpoint(tmp_path).other_files == ()

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltastore.errors import CorruptObject, StreamMismatch, VersionNotFound
+from deltastore.manifest import Component, Manifest, ObjectRef, PartRef, StreamRecord, part_key
+from deltastore.plan import Plan, Step, check_link, make_plan, versions_needed
+
+STREAM, ATTEMPT = "1" * 32, "2" * 32
+DIGEST = f"xxh3-128:{'7' * 32}"
+
+
+def commit_of(version: int) -> str:
+    return f"{version:032x}"
+
+
+def snapshot_of(version: int) -> str:
+    return f"xxh3-128:{version + 0xABC:032x}"
+
+
+def manifest(version: int, size: int = 10, *, invertible: bool = True, epoch: int = 1) -> Manifest:
+    """Return the manifest of a version whose parts take ``size`` bytes; 0: no part."""
+    part = PartRef(part_key(version, ATTEMPT, "model-00000.safetensors"), max(size, 1), DIGEST, 1)
+    parts = (part,) if size else ()
+    table = ObjectRef(part_key(0, ATTEMPT, "model-digests.safetensors"), 10, DIGEST) if not version else None
+    is_base = version == 0
+    return Manifest(
+        format=1,
+        stream_id=STREAM,
+        version=version,
+        kind="base" if is_base else "delta",
+        commit_id=commit_of(version),
+        attempt_id=ATTEMPT,
+        writer_epoch=epoch,
+        created_at="2026-01-02T03:04:05Z",
+        components={"model": Component(snapshot_of(version), 100, 100, 1, parts, invertible, table)},
+        parent_version=None if is_base else version - 1,
+        parent_commit_id=None if is_base else commit_of(version - 1),
+        parent_snapshot_id=None if is_base else snapshot_of(version - 1),
+        stream=StreamRecord("xxh3-128", 1 << 20, {}) if is_base else None,
+    )
+
+
+def history(sizes: list[int], anchor: int = 1000, back: list[bool] | None = None) -> dict[int, Manifest]:
+    ways = back or [True] * len(sizes)
+    found = {0: manifest(0, anchor, invertible=False)}
+    for version, (size, way) in enumerate(zip(sizes, ways, strict=True), 1):
+        found[version] = manifest(version, size, invertible=way)
+    return found
+
+
+def route(plan: Plan) -> list[tuple[str, int]]:
+    return [(step.kind, step.manifest.version) for step in plan.steps]
+
+
+def plan(start: int | None, end: int, manifests: dict[int, Manifest]) -> Plan:
+    """Plan with nothing but the manifests that are said to be needed."""
+    needed = {version: manifests[version] for version in versions_needed(start, end)}
+    found = make_plan(start, end, needed)
+    assert (found.start, found.end, found.snapshot_id) == (start, end, snapshot_of(end))
+    assert found.stored_bytes == sum(step.stored_bytes for step in found.steps)
+    assert_continuous(found)
+    return found
+
+
+def assert_continuous(found: Plan) -> None:
+    standing = found.start
+    for step in found.steps:
+        assert step.start is None or step.start == standing
+        standing = step.end
+    assert standing == found.end
+
+
+def test_forward_goes_through_every_delta() -> None:
+    found = plan(2, 5, history([10] * 6))
+    assert route(found) == [("delta", 3), ("delta", 4), ("delta", 5)]
+    assert found.stored_bytes == 30
+    assert not found.from_anchor
+
+
+def test_nowhere_to_go_takes_no_step() -> None:
+    for version in (0, 3):
+        found = plan(version, version, history([10] * 3))
+        assert found.steps == ()
+        assert found.stored_bytes == 0
+        assert not found.from_anchor
+
+
+def test_from_nothing_starts_with_the_anchor() -> None:
+    found = plan(None, 2, history([10] * 3))
+    assert route(found) == [("anchor", 0), ("delta", 1), ("delta", 2)]
+    assert found.stored_bytes == 1020
+    assert found.from_anchor
+    assert route(plan(None, 0, history([]))) == [("anchor", 0)]
+
+
+def test_back_goes_through_the_same_deltas_inverted_when_that_is_cheaper() -> None:
+    found = plan(3, 1, history([10] * 3))
+    assert route(found) == [("inverse", 3), ("inverse", 2)]
+    assert [(step.start, step.end) for step in found.steps] == [(3, 2), (2, 1)]
+    assert not found.from_anchor
+
+
+def test_back_goes_over_the_anchor_when_that_is_cheaper() -> None:
+    found = plan(3, 1, history([10, 900, 900], anchor=1000))
+    assert route(found) == [("anchor", 0), ("delta", 1)]
+    assert found.from_anchor
+
+
+def test_back_goes_over_the_anchor_when_one_delta_does_not_lead_back() -> None:
+    for broken in (2, 3):
+        ways = [version != broken for version in (1, 2, 3)]
+        assert route(plan(3, 1, history([10] * 3, back=ways))) == [("anchor", 0), ("delta", 1)]
+    assert route(plan(3, 1, history([10] * 3, back=[False, True, True]))) == [("inverse", 3), ("inverse", 2)]
+
+
+def test_without_an_anchor_there_is_no_way_from_nothing() -> None:
+    with pytest.raises(VersionNotFound) as caught:
+        plan(None, 2, history([10] * 3, anchor=0))
+    assert caught.value.hint
+
+
+def test_without_an_anchor_there_is_no_way_back_over_a_delta_that_does_not_lead_back() -> None:
+    with pytest.raises(VersionNotFound):
+        plan(3, 1, history([10] * 3, anchor=0, back=[True, False, True]))
+    assert route(plan(3, 1, history([10] * 3, anchor=0))) == [("inverse", 3), ("inverse", 2)]
+
+
+def test_versions_where_nothing_changed_cost_nothing_and_are_walked_through() -> None:
+    found = plan(1, 3, history([10, 0, 10]))
+    assert route(found) == [("delta", 2), ("delta", 3)]
+    assert found.stored_bytes == 10
+    assert found.steps[0].parts == ()
+
+
+@given(st.data())
+def test_every_plan_is_continuous_and_no_dearer_than_any_other_route(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=8))
+    ways = [data.draw(st.booleans()) for _ in sizes]
+    anchor = data.draw(st.integers(0, 150))
+    manifests = history(sizes, anchor, ways)
+    start = data.draw(st.one_of(st.none(), st.integers(0, len(sizes))))
+    end = data.draw(st.integers(0, len(sizes)))
+    routes = []
+    if anchor:
+        routes.append(anchor + sum(sizes[:end]))
+    if start is not None and start <= end:
+        routes.append(sum(sizes[start:end]))
+    if start is not None and start > end and all(ways[end:start]):
+        routes.append(sum(sizes[end:start]))
+    if not routes:
+        with pytest.raises(VersionNotFound):
+            plan(start, end, manifests)
+        return
+    assert plan(start, end, manifests).stored_bytes == min(routes)
+
+
+def test_the_versions_needed_are_those_between_or_all_since_the_anchor() -> None:
+    assert list(versions_needed(2, 4)) == [2, 3, 4]
+    assert list(versions_needed(2, 2)) == [2]
+    assert list(versions_needed(None, 2)) == [0, 1, 2]
+    assert list(versions_needed(3, 1)) == [0, 1, 2, 3]
+
+
+def test_a_step_knows_where_it_leads() -> None:
+    third = manifest(3)
+    assert [(Step(kind, third).start, Step(kind, third).end) for kind in ("delta", "inverse")] == [(2, 3), (3, 2)]
+    anchor = Step("anchor", manifest(0))
+    assert (anchor.start, anchor.end) == (None, 0)
+
+
+def test_a_link_in_one_history_is_accepted_whether_the_writer_stays_or_changes() -> None:
+    check_link(manifest(0), manifest(1))
+    check_link(manifest(4), manifest(5))
+    check_link(manifest(4, epoch=2), manifest(5, epoch=2))
+    check_link(manifest(4, epoch=2), manifest(5, epoch=9))
+
+
+def test_a_link_to_another_stream_is_refused() -> None:
+    child = msgspec.structs.replace(manifest(5), stream_id="9" * 32)
+    with pytest.raises(StreamMismatch) as caught:
+        check_link(manifest(4), child)
+    assert caught.value.key == "manifests/0000000005.json"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parent_commit_id": "9" * 32},
+        {"parent_commit_id": commit_of(5)},
+        {"parent_snapshot_id": snapshot_of(3)},
+        {"parent_snapshot_id": snapshot_of(5)},
+        {"writer_epoch": 4},
+        {"components": {**manifest(5).components, "files": manifest(5).components["model"]}},
+        {"components": {}},
+        {"parent_version": 3},
+        {"version": 6, "parent_version": 5},
+    ],
+)
+def test_a_broken_link_is_refused_with_the_childs_key(changes: dict[str, object]) -> None:
+    child = msgspec.structs.replace(manifest(5, epoch=5), **changes)
+    with pytest.raises(CorruptObject) as caught:
+        check_link(manifest(4, epoch=5), child)
+    assert caught.value.key == f"manifests/{child.version:010d}.json"
