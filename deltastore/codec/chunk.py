@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["ChunkDecoder", "ChunkEncoder", "warm_up"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
-_SPARSE_UP_TO = 4
+_SPARSE_SHARE = 4
+#: The kernel looks at its limit once for all lanes of a vector.
+_SLACK = 32
 
 _ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _GAPS = struct.Struct("<I")
@@ -57,11 +59,17 @@ class ChunkEncoder:
         Returns ``None`` when nothing changed.
         """
         old_elements, new_elements = _elements(old, width), _elements(new, width)
-        changed = kernels.count_changes(old_elements, new_elements)
-        if not changed:
+        limit = new_elements.size // _SPARSE_SHARE
+        gaps_limit = limit + _SLACK + new_elements.size // 255 + 1
+        scratch = self._take_scratch(gaps_limit + (limit + _SLACK) * width)
+        gaps = scratch[scratch.size - gaps_limit :]
+        differences = scratch[: scratch.size - gaps_limit].view(_ELEMENT[width])
+        changed, gaps_size = kernels.extract_sparse(old_elements, new_elements, limit, gaps, differences)
+        if changed == 0:
             return None
-        if changed * _SPARSE_UP_TO <= new_elements.size:
-            return self._sparse(old_elements, new_elements, changed)
+        if changed > 0:
+            return self._sparse(gaps[:gaps_size], differences[:changed])
+        changed = kernels.count_changes(old_elements, new_elements)
         if kernels.count_far(old_elements, new_elements) * 4 > new_elements.size:
             return self._planes(Encoding.FULL, new_elements, changed)
         differences = np.empty_like(new_elements)
@@ -78,19 +86,18 @@ class ChunkEncoder:
             self._scratch = np.empty(size, np.uint8)
         return self._scratch[:size]
 
-    def _sparse(self, old: Array, new: Array, changed: int) -> EncodedChunk:
-        width = new.itemsize
-        gaps_limit, signs_size = changed + new.size // 255 + 1, (changed + 7) // 8
-        scratch = self._take_scratch(gaps_limit + signs_size + width * changed)
-        gaps = scratch[:gaps_limit]
-        signs = scratch[gaps_limit : gaps_limit + signs_size]
-        signs[:] = 0
-        planes = scratch[gaps_limit + signs_size :].reshape(width, changed)
-        gaps_size = kernels.extract_sparse(old, new, gaps, signs, planes)
-        pieces = [_GAPS.pack(gaps_size)]
-        for stream in (gaps[:gaps_size], signs, *planes):
+    def _sparse(self, gaps: Bytes, differences: Array) -> EncodedChunk:
+        differences.flags.writeable = False
+        signs = np.empty(differences.size, np.uint8)
+        magnitudes = np.empty_like(differences)
+        kernels.split_signs(differences, signs, magnitudes)
+        magnitudes.flags.writeable = False
+        planes = np.empty((differences.itemsize, differences.size), np.uint8)
+        kernels.split_planes(magnitudes, planes)
+        pieces = [_GAPS.pack(gaps.size)]
+        for stream in (gaps, np.packbits(signs, bitorder="little"), *planes):
             self._streams.append(pieces, stream)
-        return EncodedChunk(Encoding.SPARSE, changed, b"".join(pieces))
+        return EncodedChunk(Encoding.SPARSE, differences.size, b"".join(pieces))
 
     def _planes(self, encoding: Encoding, values: Array, changed: int) -> EncodedChunk:
         values.flags.writeable = False

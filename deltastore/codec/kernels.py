@@ -32,6 +32,7 @@ __all__ = [
     "extract_sparse",
     "join_planes",
     "split_planes",
+    "split_signs",
     "zigzag",
 ]
 
@@ -115,33 +116,22 @@ def count_far(old: Array, new: Array) -> int:
 
 
 @numba.njit(nogil=True, inline="always")
-def _emit(
-    old: Array, new: Array, i: int, following: int, found: int, length: int, gaps: Array, signs: Array, planes: Array
-) -> int:
-    """Append one changed element to the streams; return the new length of the gap stream."""
-    width = old.itemsize
-    gap = i - following
+def _append_gap(gaps: Array, length: int, gap: int) -> int:
+    """Append one gap to the stream; returns the stream's new length."""
     while gap >= 255:
         gaps[length] = 255
         length += 1
         gap -= 255
-    gaps[length] = gap
-    difference = old.dtype.type(new[i] - old[i])
-    if difference >> (8 * width - 1):
-        signs[found >> 3] |= np.uint8(1 << (found & 7))
-        difference = old.dtype.type(old[i] - new[i])
-    magnitude = old.dtype.type(difference - old.dtype.type(1))
-    for plane in range(width):
-        planes[plane, found] = np.uint8((magnitude >> (8 * plane)) & 255)
+    gaps[length] = np.uint8(gap)
     return length + 1
 
 
 @_jit
-def extract_sparse(old: Array, new: Array, gaps: Array, signs: Array, planes: Array) -> int:
-    """Write gaps, signs and magnitude planes of the changed elements; return the length of the gap stream.
+def extract_sparse(old: Array, new: Array, limit: int, gaps: Array, differences: Array) -> tuple[int, int]:
+    """Write the gaps and differences of the changed elements in one pass over both inputs.
 
-    ``gaps``: uint8 (changed + elements // 255 + 1,); ``signs``: uint8 ((changed + 7) // 8,), zeroed;
-    ``planes``: uint8 (width, changed).
+    ``gaps``: uint8 (limit + 32 + elements // 255 + 1,); ``differences``: of the inputs' type, (limit + 32,). Returns the
+    number of changed elements and the length of the gap stream; (-1, 0) as soon as more than ``limit`` are found.
     """
     found = 0
     length = 0
@@ -152,15 +142,33 @@ def extract_sparse(old: Array, new: Array, gaps: Array, signs: Array, planes: Ar
         while mask:
             i = start + _lowest_bit(mask)
             mask = np.uint32(mask & (mask - np.uint32(1)))
-            length = _emit(old, new, i, following, found, length, gaps, signs, planes)
+            length = _append_gap(gaps, length, i - following)
+            differences[found] = old.dtype.type(new[i] - old[i])
             following = i + 1
             found += 1
+        if found > limit:
+            return -1, 0
     for i in range(whole, old.size):
         if old[i] != new[i]:
-            length = _emit(old, new, i, following, found, length, gaps, signs, planes)
+            length = _append_gap(gaps, length, i - following)
+            differences[found] = old.dtype.type(new[i] - old[i])
             following = i + 1
             found += 1
-    return length
+    return (found, length) if found <= limit else (-1, 0)
+
+
+@_jit
+def split_signs(differences: Array, signs: Array, magnitudes: Array) -> None:
+    """Take differences apart: ``signs`` uint8, 1 where negative; ``magnitudes`` less one, of the differences' type."""
+    top = differences.dtype.type(8 * differences.itemsize - 1)
+    zero = differences.dtype.type(0)
+    one = differences.dtype.type(1)
+    for i in range(differences.size):
+        negative = differences.dtype.type(differences[i] >> top)
+        ones = differences.dtype.type(zero - negative)
+        absolute = differences.dtype.type(differences.dtype.type(differences[i] ^ ones) + negative)
+        magnitudes[i] = differences.dtype.type(absolute - one)
+        signs[i] = np.uint8(negative)
 
 
 @_jit

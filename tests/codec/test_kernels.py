@@ -68,14 +68,38 @@ def chunk_pairs(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
 
 
 def extract(old: np.ndarray, new: np.ndarray, changed: int) -> tuple[bytes, bytes, list[bytes]]:
-    gaps, gaps_buffer = guarded((changed + old.size // 255 + 1,), np.dtype(np.uint8))
-    signs, signs_buffer = guarded(((changed + 7) // 8,), np.dtype(np.uint8))
+    gaps, gaps_buffer = guarded((changed + 32 + old.size // 255 + 1,), np.dtype(np.uint8))
+    differences, differences_buffer = guarded((changed + 32,), old.dtype)
+    found, length = kernels.extract_sparse(old, new, changed, gaps, differences)
+    assert found == changed
+    signs, signs_buffer = guarded((changed,), np.dtype(np.uint8))
+    magnitudes, magnitudes_buffer = guarded((changed,), old.dtype)
+    kernels.split_signs(frozen(differences[:changed]), signs, magnitudes)
     planes, planes_buffer = guarded((old.itemsize, changed), np.dtype(np.uint8))
-    signs[:] = 0
-    length = kernels.extract_sparse(old, new, gaps, signs, planes)
-    for buffer in (gaps_buffer, signs_buffer, planes_buffer):
+    kernels.split_planes(frozen(magnitudes), planes)
+    for buffer in (gaps_buffer, differences_buffer, signs_buffer, magnitudes_buffer, planes_buffer):
         assert_guards_hold(buffer)
-    return gaps[:length].tobytes(), signs.tobytes(), [plane.tobytes() for plane in planes]
+    packed = np.packbits(signs, bitorder="little").tobytes()
+    return gaps[:length].tobytes(), packed, [plane.tobytes() for plane in planes]
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@given(chunk_pairs(), st.integers(0, 40))
+def test_extraction_stops_once_more_elements_changed_than_the_limit(pair: tuple[int, bytes, bytes], limit: int) -> None:
+    width, old, new = pair
+    before, after = read_only(old, width), read_only(new, width)
+    changed = len(reference.changed_positions(old, new, width))
+    gaps, gaps_buffer = guarded((limit + 32 + before.size // 255 + 1,), np.dtype(np.uint8))
+    differences, differences_buffer = guarded((limit + 32,), before.dtype)
+    found, _ = kernels.extract_sparse(before, after, limit, gaps, differences)
+    assert found == (changed if changed <= limit else -1)
+    assert_guards_hold(gaps_buffer)
+    assert_guards_hold(differences_buffer)
 
 
 def expected_streams(width: int, old: bytes, new: bytes) -> tuple[bytes, bytes, list[bytes]]:
