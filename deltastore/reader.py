@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,15 @@ import numpy as np
 
 from .container import header_size, parse_header
 from .digest import hasher
-from .errors import BaseMismatch, CorruptObject, ObjectNotFound, StoreNotFound, UsageError, VersionNotFound
+from .errors import (
+    BaseMismatch,
+    CorruptObject,
+    ObjectNotFound,
+    StoreNotFound,
+    StreamMismatch,
+    UsageError,
+    VersionNotFound,
+)
 from .manifest import (
     BASE_VERSION,
     HEADERS,
@@ -47,11 +56,13 @@ __all__ = ["Store", "open_store"]
 
 #: Small objects read side by side when a whole history is read.
 _READERS = 16
+#: Manifests kept in memory: enough to follow and to plan, and no more after a million versions.
+_REMEMBERED = 4096
 _FETCHERS = 4
 
 
 class Store:
-    """A stream in a store, for reading. Thread-safe; remembers manifests, which never change."""
+    """A stream in a store, for reading. Thread-safe; remembers recent manifests, which never change."""
 
     def __init__(self, backend: Backend, base: Manifest) -> None:
         if base.stream is None:
@@ -60,7 +71,8 @@ class Store:
         self.base = base
         self.stream: StreamRecord = base.stream
         self.hash: Hasher = hasher(base.stream.hash)
-        self._manifests = {BASE_VERSION: base}
+        self._recent = {BASE_VERSION: base}
+        self._lock = threading.Lock()
         self._schemas: dict[str, Schema] = {}
         if base.stream.chunk_bytes != CHUNK_BYTES:
             raise CorruptObject(
@@ -105,9 +117,6 @@ class Store:
 
     def manifest(self, version: int) -> Manifest:
         """Return a version's manifest; raises ``VersionNotFound`` when the stream has no such version."""
-        known = self._manifests.get(version)
-        if known is not None:
-            return known
         found = self._read_manifest(version)
         if found is None:
             raise VersionNotFound(
@@ -120,25 +129,48 @@ class Store:
     def _read_manifest(self, version: int) -> Manifest | None:
         if not BASE_VERSION <= version <= MAX_VERSION:
             return None
-        if version in self._manifests:
-            return self._manifests[version]
+        known = self._recent.get(version)
+        if known is not None:
+            return known
+        manifest = self._fetch_manifest(version)
+        if manifest is None:
+            return None
+        parent, child = self._recent.get(version - 1), self._recent.get(version + 1)
+        if parent is not None:
+            check_link(parent, manifest)
+        if child is not None:
+            check_link(manifest, child)
+        with self._lock:
+            self._recent[version] = manifest
+            if len(self._recent) > _REMEMBERED:
+                oldest = next(number for number in self._recent if number != BASE_VERSION)
+                del self._recent[oldest]
+        return manifest
+
+    def _fetch_manifest(self, version: int) -> Manifest | None:
         try:
             data = self.backend.read(manifest_key(version), limit=MAX_MANIFEST_BYTES)
         except ObjectNotFound:
             return None
         manifest = parse_manifest(data, version=version)
         if manifest.stream_id != self.stream_id:
-            raise CorruptObject(
-                f"{manifest_key(version)} belongs to another stream.",
+            raise StreamMismatch(
+                f"{manifest_key(version)} belongs to the stream {manifest.stream_id}, not to {self.stream_id}.",
                 key=manifest_key(version),
-                hint="The store was mixed with another one; restore it from a backup.",
+                hint="The store was replaced or mixed with another one; restore it from a backup.",
             )
-        for parent, child in ((version - 1, version), (version, version + 1)):
-            pair = {**self._manifests, version: manifest}
-            if parent in pair and child in pair:
-                check_link(pair[parent], pair[child])
-        self._manifests[version] = manifest
         return manifest
+
+    def recheck(self, manifest: Manifest) -> None:
+        """Read a known version's manifest anew; raises ``StreamMismatch`` when it is gone or is another commit's."""
+        found = self._fetch_manifest(manifest.version)
+        if found is None or found.commit_id != manifest.commit_id:
+            raise StreamMismatch(
+                f"Version {manifest.version} of {self.backend.url} is no longer the one that it was: "
+                "the store was rolled back or replaced.",
+                key=manifest_key(manifest.version),
+                hint="Restore the store, or start again from it with a new checkpoint path.",
+            )
 
     def next(self, version: int) -> Manifest | None:
         """Return the manifest after ``version`` if it exists: one read, which is all that a steady poll needs."""
@@ -182,11 +214,11 @@ class Store:
 
     def manifests(self, versions: Iterable[int]) -> dict[int, Manifest]:
         """Read many manifests side by side."""
-        wanted = [version for version in versions if version not in self._manifests]
-        if wanted:
-            with ThreadPoolExecutor(_READERS, thread_name_prefix="manifests") as pool:
-                list(pool.map(self.manifest, wanted))
-        return self._manifests
+        wanted = list(versions)
+        if all(version in self._recent for version in wanted):
+            return {version: self.manifest(version) for version in wanted}
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="manifests") as pool:
+            return dict(zip(wanted, pool.map(self.manifest, wanted), strict=True))
 
     def log(self, *, last: int | None = None) -> list[Manifest]:
         """Return all manifests, oldest first, each proven to follow the one before.

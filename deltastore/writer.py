@@ -22,6 +22,7 @@ import numpy as np
 from .attempt import Attempt
 from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
+from .codec.chunk import warm_up
 from .commit import commit, settle
 from .digest import DEFAULT_HASH
 from .errors import (
@@ -178,6 +179,7 @@ class Writer:
         self.store.fetch(plan, self._spool)
         self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
         self._spool.clear()
+        warm_up(spec.width for spec in self._schema)
 
     # Publishing
 

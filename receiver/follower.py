@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Follower"]
 
+#: Every so many polls the version that we are at is read again: a store rolled back would look as if nothing were new.
+_RECHECK_POLLS = 30
+
 
 class Follower:
     """Decides the wanted version: the newest one, or a fixed one. A steady poll is one read of the store."""
@@ -22,6 +25,7 @@ class Follower:
         self._store = store
         self._target = target
         self._known: Manifest | None = None
+        self._polls = 0
 
     def wanted(self) -> Manifest:
         """Return the manifest of the version to be at; raises ``VersionNotFound`` while there is none such."""
@@ -30,6 +34,9 @@ class Follower:
         if self._known is None:
             self._known = self._store.latest()
         else:
+            self._polls += 1
+            if self._polls % _RECHECK_POLLS == 0:
+                self._store.recheck(self._known)
             following = self._store.next(self._known.version)
             if following is not None:
                 self._known = self._store.latest(at_least=following.version)

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from deltastore.codec.chunk import warm_up
 from deltastore.errors import CorruptObject, StreamMismatch, UsageError, VersionNotFound
 from deltastore.manifest import manifest_key
 from deltastore.restore import Source, build_checkpoint, identify
@@ -59,6 +60,7 @@ class Patcher:
         self._fetchers = fetchers
         self._progress = progress
         self._source: Source | None = None
+        warm_up(spec.width for spec in store.schema())
 
     def adopt(self) -> LiveSlot | None:
         """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.

@@ -19,10 +19,12 @@ from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
 from .streams import StreamReader, StreamWriter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["ChunkDecoder", "ChunkEncoder"]
+__all__ = ["ChunkDecoder", "ChunkEncoder", "warm_up"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
 _SPARSE_UP_TO = 4
@@ -152,3 +154,18 @@ class ChunkDecoder:
         kernels.join_planes(values, planes)
         values.flags.writeable = False
         return values
+
+
+def warm_up(widths: Iterable[int]) -> None:
+    """Load or compile all kernels for these element widths, so that the first real chunk does not wait for it."""
+    encoder, decoder = ChunkEncoder(), ChunkDecoder()
+    for width in sorted(set(widths)):
+        old = np.arange(64 * width, dtype=np.uint8)
+        sparse, dense, full = old.copy(), old.copy(), old[::-1].copy()
+        sparse[0] += 1
+        dense[::width] += 1
+        for new in (sparse, dense, full):
+            encoded = encoder.change(old, new, width=width)
+            if encoded is not None:
+                out = old.copy()
+                decoder.apply(out, encoded.encoding, encoded.changed, memoryview(encoded.payload), width=width)

@@ -1,0 +1,1 @@
+"""Measurements behind the format's choices and the figures in the documentation."""
