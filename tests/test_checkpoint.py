@@ -109,6 +109,16 @@ def test_digests_are_those_of_the_format_however_files_are_split(tmp_path: Path,
         assert found == reference.snapshot_id(tensors, hash_name)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_digests_of_a_tensor_of_many_chunks_stand_in_order(tmp_path: Path, workers: int) -> None:
+    data = np.arange(37 * (1 << 20) // 8 + 3, dtype="<u8").tobytes()
+    save_whole(tmp_path, {"a": ("U8", (3,), b"abc"), "m": ("U64", (len(data) // 8,), data), "z": ("U8", (1,), b"z")})
+    checkpoint = open_checkpoint(tmp_path)
+    table = checkpoint.digests(XXH3, workers=workers)
+    expected = [reference.leaves(content) for content in (b"abc", data, b"z")]
+    assert [row.tobytes() for row in table] == [leaf for leaves in expected for leaf in leaves]
+
+
 def test_shards_hold_tensors_that_the_index_does_not_need_to_name(tmp_path: Path) -> None:
     save_whole(tmp_path, SMALL, "one.safetensors")
     write_index(tmp_path, {"a": "one.safetensors"})
@@ -244,6 +254,13 @@ def test_an_index_that_is_wrong_about_a_tensor_is_refused(tmp_path: Path) -> Non
     write_index(tmp_path, {"a": first, "b": first})
     refused(tmp_path, INDEX)
     write_index(tmp_path, {"a": first, "b": second, "c": second})
+    refused(tmp_path, INDEX)
+    write_index(tmp_path, {"a": second, "b": second})
+    refused(tmp_path, INDEX)
+    held = {"b": first, "a": second}  # the last tensor stands in the first shard
+    write_index(tmp_path, held)
+    assert len(open_checkpoint(tmp_path).schema) == 2
+    write_index(tmp_path, {"a": first, "b": second})
     refused(tmp_path, INDEX)
 
 

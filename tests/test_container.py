@@ -65,6 +65,7 @@ MALFORMED = [
     pytest.param(header_of(a={"dtype": "U8", "data_offsets": [0, 4]}), id="an entry without a shape"),
     pytest.param(header_of(a={"shape": [4], "data_offsets": [0, 4]}), id="an entry without a dtype"),
     pytest.param(header_of(a=entry(dtype="U9")), id="an unknown dtype"),
+    pytest.param(header_of(a=entry(more=1)), id="a field too many"),
     pytest.param(header_of(a=entry(dtype=8)), id="a dtype that is a number"),
     pytest.param(header_of(a=entry(shape=4)), id="a shape that is a number"),
     pytest.param(header_of(a=entry(shape="4")), id="a shape that is a string"),
@@ -119,6 +120,13 @@ def test_a_malformed_header_is_refused_with_its_key(data: bytes) -> None:
         parse_header(data + bytes(16 if len(data) > 16 else 0), key=KEY)
     assert caught.value.key == KEY
     assert KEY in str(caught.value)
+
+
+def test_a_header_over_the_limit_is_refused_before_it_is_read() -> None:
+    assert header_size(struct.pack("<Q", 100_000_000), key=KEY) == 100_000_008
+    for length in (100_000_001, 2**32, 2**63, 2**64 - 1):
+        with pytest.raises(CorruptObject):
+            header_size(struct.pack("<Q", length), key=KEY)
 
 
 def test_every_cut_of_a_header_is_refused() -> None:

@@ -257,6 +257,36 @@ def test_thirty_versions_back_in_one_pass_equal_the_first() -> None:
     assert Target(snapshots[30]).run(patch) == ZERO
 
 
+def test_a_tensor_of_many_chunks_is_built_chunk_by_chunk() -> None:
+    schema = Schema([TensorSpec("a", "U8", (3,)), TensorSpec("m", "U8", (36 * CHUNK_BYTES + 9,))])
+    old = np.arange(schema["m"].nbytes // 8 + 1, dtype="<u8").view(np.uint8)[: schema["m"].nbytes]
+    new = old.copy()
+    new[5 * CHUNK_BYTES + 1] ^= 1
+    new[17 * CHUNK_BYTES] ^= 2
+    new[36 * CHUNK_BYTES + 8] ^= 4
+    rows = []
+    for chunk in (5, 17, 36):
+        start, end = schema["m"].chunk_range(chunk)
+        before, after = old[start:end].tobytes(), new[start:end].tobytes()
+        count, payload = encode(before, after, 1, SPARSE)
+        encoded = EncodedChunk(Encoding.SPARSE, count, payload)
+        rows.append(ChunkRow(1, chunk, encoded, XXH3.digest(before), XXH3.digest(after)))
+    identity = PartIdentity("1" * 32, 1, "2" * 32, "model")
+    part = parse_part(build_part(rows, identity, digest_size=16), identity, schema, XXH3, key="part")
+    leaves = [XXH3.digest(b"abc"), *reference.leaves(old.tobytes())]
+    patch = Patch(schema, XXH3, before=np.frombuffer(b"".join(leaves), np.uint8).reshape(-1, 16))
+    patch.add_delta([part])
+    after_all = {"a": ("U8", (3,), b"abc"), "m": ("U8", (len(new),), new.tobytes())}
+    patch.seal(reference.snapshot_id(after_all))
+    for everything in (False, True):
+        target = Target({"a": b"abc", "m": old.tobytes()})
+        patch.run(target.read, target.write, everything=everything, workers=2)
+        assert target.written["m", 5] == new[5 << 20 : 6 << 20].tobytes()
+        assert target.written["m", 17] == new[17 << 20 : 18 << 20].tobytes()
+        assert target.written["m", 36] == new[36 << 20 :].tobytes()
+        assert len(target.written) == (schema.chunks if everything else 3)
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("everything", [False, True])
 def test_workers_and_everything_change_nothing_in_the_result(workers: int, everything: bool) -> None:

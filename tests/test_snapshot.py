@@ -186,6 +186,13 @@ def test_tensors_beyond_four_gibibytes_wrap_nowhere(dtype: str, shape: tuple[int
     assert Schema.from_json(schema.to_json(), key=KEY) == schema
 
 
+def test_chunk_numbers_beyond_32_bits_wrap_nowhere() -> None:
+    schema = Schema(TensorSpec(f"t{i:02d}", "U8", (1 << 48,)) for i in range(20))
+    assert schema.first_chunk.tolist() == [i << 28 for i in range(21)]
+    assert (schema.chunks, schema.nbytes, schema.elements) == (20 << 28, 20 << 48, 20 << 48)
+    assert schema.chunk_number("t19", 5) == (19 << 28) + 5
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "shape", "width"),
     [

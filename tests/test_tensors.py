@@ -148,6 +148,9 @@ def test_conjugated_and_negated_views_are_taken_as_their_values() -> None:
     value = torch.complex(torch.arange(6.0), torch.arange(6.0) + 0.5).reshape(2, 3)
     for view in (value.conj(), value.conj().t(), value.mH, value.conj()[1:], value.conj().imag, value.imag, value.real):
         assert_taken_as_saved(view)
+    negated = torch._neg_view(torch.arange(6.0))
+    assert negated.is_neg()
+    assert content(taken(negated)) == (-np.arange(6, dtype="<f4")).tobytes()
     assert content(taken(value.conj())) == value.numpy().conj().tobytes()
     assert content(taken(value.conj().imag)) == np.ascontiguousarray(-value.numpy().imag).tobytes()
 

@@ -385,9 +385,29 @@ def test_streams_of_another_length_or_method_are_refused(stream: bytes) -> None:
             decode(bytes(500), encoding, 3, stream, width=1)
 
 
-def test_a_gap_stream_of_an_impossible_length_is_refused_before_it_is_read() -> None:
+def test_a_gap_stream_of_an_impossible_length_is_refused_before_memory_is_spent_on_it() -> None:
     rest = b"".join(reference.stored_stream(stream) for stream in (b"\x00", b"\x00"))
     for size in (0, 2**31, 2**32 - 1, 1 + 1, 3):
         payload = struct.pack("<I", size) + struct.pack("<BI", ZERO, 0) + rest
-        with pytest.raises(DamagedChunk):
-            decode(bytes(100), SPARSE, 1, payload, width=1)  # 1 change among 100 elements: exactly one gap byte
+        tracemalloc.start()
+        try:
+            with pytest.raises(DamagedChunk):
+                decode(bytes(100), SPARSE, 1, payload, width=1)  # 1 change among 100 elements: one gap byte
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+def test_as_many_gap_bytes_as_the_chunk_can_need_are_accepted_and_no_more() -> None:
+    old = bytes(600)
+    for gaps, fits in ((b"\xff\xff\x00", True), (b"\xff\x00", True), (b"\xff\xff\xff\x00", False)):
+        payload = struct.pack("<I", len(gaps))
+        payload += b"".join(reference.stored_stream(stream) for stream in (gaps, b"\x00", b"\x00"))
+        if fits:
+            new = bytearray(old)
+            new[sum(gaps)] = 1
+            assert decode(old, SPARSE, 1, payload, width=1) == new
+        else:
+            with pytest.raises(DamagedChunk):
+                decode(old, SPARSE, 1, payload, width=1)
