@@ -158,6 +158,8 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     names = sorted(set(weight_map.values())) if indexes else [_only_weight_file(root, entries)]
     files = tuple(_read_weight_file(root, name) for name in names)
     held = {placed.spec.name: file.name for file in files for placed in file.header.tensors}
+    if not held:
+        raise CheckpointError(f"{root} holds no tensors.", key=str(root), hint="Give a checkpoint with weights in it.")
     for tensor, name in weight_map.items():
         if held.get(tensor) != name:
             index = root / indexes[0]

@@ -219,7 +219,7 @@ def parse_manifest(data: Buffer, *, version: int) -> Manifest:
         needs = f"the features {', '.join(unknown)}" if unknown else f"format {envelope.format}"
         raise UnsupportedFormat(f"{key} needs {needs}.", key=key, hint="Use a newer release of deltastore.")
     manifest = _decode(line, Manifest, key)
-    problem = _problem(manifest, version)
+    problem = _problem(manifest, version) or _hash_problem(manifest, bytes(data)[len(line) + 1 :].decode())
     if problem:
         raise CorruptObject(f"{key} is damaged: {problem}.", key=key)
     return manifest
@@ -264,6 +264,15 @@ def _problem(manifest: Manifest, version: int) -> str | None:
         if any(not own.match(part.key) for part in component.parts):
             return "it names a part of another attempt"
     return None
+
+
+def _hash_problem(manifest: Manifest, own_digest: str) -> str | None:
+    """One hash function for everything in a manifest: else a weaker one could stand in for the stream's."""
+    name = manifest.stream.hash if manifest.stream is not None else own_digest.partition(":")[0]
+    digests = [own_digest, manifest.parent_snapshot_id or own_digest]
+    for component in manifest.components.values():
+        digests += [component.snapshot_id, *(part.digest for part in component.parts)]
+    return None if all(digest.startswith(f"{name}:") for digest in digests) else "it mixes hash functions"
 
 
 def _stream_problem(stream: StreamRecord, manifest: Manifest) -> str | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "DTYPES", "Digests", "Dtype", "Schema", "TensorSpec", "snapshot_id", "tensor_digests"]
 
 #: The chunk grid of format version 1, in bytes; the last chunk of a tensor may be shorter.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 21
 
 MAX_NAME_BYTES = 1024
 MAX_RANK = 64

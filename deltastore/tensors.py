@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .errors import PublishError
+from .errors import CorruptObject, PublishError
 from .snapshot import TensorSpec
 
 if TYPE_CHECKING:
@@ -130,7 +130,11 @@ def _input(name: str, value: Any) -> TensorInput:
         raise PublishError(f"{name} has the dtype {dtype}, which safetensors does not know.", tensors=(name,))
     if known == "F4" and shape:  # torch counts pairs, safetensors single values
         shape = (*shape[:-1], 2 * shape[-1])
-    return TensorInput(TensorSpec(name, known, tuple(int(size) for size in shape)), content)
+    try:
+        spec = TensorSpec(name, known, tuple(int(size) for size in shape))
+    except CorruptObject as error:
+        raise PublishError(str(error), tensors=(name,)) from error
+    return TensorInput(spec, content)
 
 
 _EMPTY = np.empty(0, np.uint8)

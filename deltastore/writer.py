@@ -394,6 +394,10 @@ def _checked_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
             raise PublishError(f"The metadata field {name!r} is beyond 64 bits.")
         # JSON has no infinities: a loss that went wrong must not stop the run, so they are kept as words.
         fields[name] = str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
-    if len(msgspec.json.encode(fields)) > MAX_METADATA_BYTES:
+    try:
+        size = len(msgspec.json.encode(fields))
+    except UnicodeEncodeError as error:
+        raise PublishError(f"The metadata is not valid Unicode: {error}.") from error
+    if size > MAX_METADATA_BYTES:
         raise PublishError(f"The metadata is larger than {MAX_METADATA_BYTES} bytes.")
     return fields

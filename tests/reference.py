@@ -15,7 +15,7 @@ import zstandard
 
 SPARSE, DENSE, FULL = 1, 2, 3
 ZERO, RAW, ZSTD = 0, 1, 2
-CHUNK = 1_048_576
+CHUNK = 2_097_152
 
 HASHES = {"xxh3-128": xxhash.xxh3_128_digest, "blake3": lambda data: blake3.blake3(data).digest()}
 

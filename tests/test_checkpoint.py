@@ -28,7 +28,7 @@ def some_tensors() -> Tensors:
     tensors: Tensors = {f"of.{name.lower()}": (name, (2, 4), rng.bytes(dtype.bits)) for name, dtype in DTYPES.items()}
     tensors["scalar"] = ("F32", (), rng.bytes(4))
     tensors["empty"] = ("BF16", (0, 7), b"")
-    tensors["large"] = ("BF16", ((1 << 20) + 50,), rng.bytes((2 << 20) + 100))
+    tensors["large"] = ("BF16", ((1 << 21) + 50,), rng.bytes((4 << 20) + 100))
     return tensors
 
 

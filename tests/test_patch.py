@@ -281,9 +281,9 @@ def test_a_tensor_of_many_chunks_is_built_chunk_by_chunk() -> None:
     for everything in (False, True):
         target = Target({"a": b"abc", "m": old.tobytes()})
         patch.run(target.read, target.write, everything=everything, workers=2)
-        assert target.written["m", 5] == new[5 << 20 : 6 << 20].tobytes()
-        assert target.written["m", 17] == new[17 << 20 : 18 << 20].tobytes()
-        assert target.written["m", 36] == new[36 << 20 :].tobytes()
+        assert target.written["m", 5] == new[5 << 21 : 6 << 21].tobytes()
+        assert target.written["m", 17] == new[17 << 21 : 18 << 21].tobytes()
+        assert target.written["m", 36] == new[36 << 21 :].tobytes()
         assert len(target.written) == (schema.chunks if everything else 3)
 
 

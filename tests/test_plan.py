@@ -40,7 +40,7 @@ def manifest(version: int, size: int = 10, *, invertible: bool = True, epoch: in
         parent_version=None if is_base else version - 1,
         parent_commit_id=None if is_base else commit_of(version - 1),
         parent_snapshot_id=None if is_base else snapshot_of(version - 1),
-        stream=StreamRecord("xxh3-128", 1 << 20, {}) if is_base else None,
+        stream=StreamRecord("xxh3-128", 1 << 21, {}) if is_base else None,
     )
 
 

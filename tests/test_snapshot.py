@@ -63,7 +63,7 @@ def test_the_dtypes_are_those_of_the_format_with_their_bits_and_widths() -> None
 
 
 def test_the_chunk_grid_is_a_mebibyte() -> None:
-    assert CHUNK_BYTES == 1_048_576
+    assert CHUNK_BYTES == 2_097_152
 
 
 @pytest.mark.parametrize("hash_name", sorted(HASHES))
@@ -92,7 +92,7 @@ def test_the_hash_tree_is_that_of_the_format_for_every_dtype(dtype: str, hash_na
 def test_tensors_are_cut_at_the_chunk_grid(size: int) -> None:
     spec = TensorSpec("w", "U8", (size,))
     ranges = [spec.chunk_range(chunk) for chunk in range(spec.chunks)]
-    expected = [(start, min(start + 1_048_576, size)) for start in range(0, size, 1_048_576)]
+    expected = [(start, min(start + 2_097_152, size)) for start in range(0, size, 2_097_152)]
     assert ranges == expected
     data = np.random.default_rng(1).bytes(size)
     tensors: Tensors = {"v": ("U8", (3,), b"abc"), "w": ("U8", (size,), data)}
@@ -175,22 +175,22 @@ def test_chunks_are_numbered_through_the_schema_and_empty_tensors_take_none() ->
 def test_tensors_beyond_four_gibibytes_wrap_nowhere(dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
     spec = TensorSpec("m", dtype, shape)
     assert spec.nbytes == nbytes
-    assert spec.chunks == math.ceil(nbytes / (1 << 20))
+    assert spec.chunks == math.ceil(nbytes / (1 << 21))
     schema = Schema([TensorSpec("a", "U8", (7,)), spec, TensorSpec("z", "U8", (1,))])
     assert schema.first_chunk.tolist() == [0, 1, 1 + spec.chunks, 2 + spec.chunks]
     if spec.chunks:
         last = spec.chunks - 1
         start, end = spec.chunk_range(last)
-        assert (start, end) == (last << 20, nbytes)
+        assert (start, end) == (last << 21, nbytes)
         assert schema.chunk_number("m", last) == spec.chunks
     assert Schema.from_json(schema.to_json(), key=KEY) == schema
 
 
 def test_chunk_numbers_beyond_32_bits_wrap_nowhere() -> None:
     schema = Schema(TensorSpec(f"t{i:02d}", "U8", (1 << 48,)) for i in range(20))
-    assert schema.first_chunk.tolist() == [i << 28 for i in range(21)]
-    assert (schema.chunks, schema.nbytes, schema.elements) == (20 << 28, 20 << 48, 20 << 48)
-    assert schema.chunk_number("t19", 5) == (19 << 28) + 5
+    assert schema.first_chunk.tolist() == [i << 27 for i in range(21)]
+    assert (schema.chunks, schema.nbytes, schema.elements) == (20 << 27, 20 << 48, 20 << 48)
+    assert schema.chunk_number("t19", 5) == (19 << 27) + 5
 
 
 @pytest.mark.parametrize(

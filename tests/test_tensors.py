@@ -367,3 +367,10 @@ def test_the_tensors_of_a_checkpoint_are_its_own(tmp_path: Any) -> None:
     for name, (dtype, shape, data) in tensors.items():
         assert (found[name].spec.dtype, found[name].spec.shape) == (dtype, shape)
         assert content(found[name]) == data
+
+
+def test_a_name_that_the_format_cannot_hold_is_a_publish_error_that_names_it() -> None:
+    schema = Schema([TensorSpec("w", "F32", (1,))])
+    with pytest.raises(PublishError) as caught:
+        list(named_tensors({"a\nb": np.zeros(1, np.float32)}, schema))
+    assert caught.value.tensors == ("a\nb",)

@@ -58,6 +58,8 @@ class ChunkEncoder:
 
         Returns ``None`` when nothing changed.
         """
+        if old.size != new.size:
+            raise ValueError(f"a chunk of {old.size} bytes cannot become one of {new.size}")
         old_elements, new_elements = _elements(old, width), _elements(new, width)
         limit = new_elements.size // _SPARSE_SHARE
         gaps_limit = limit + _SLACK + new_elements.size // 255 + 1

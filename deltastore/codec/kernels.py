@@ -130,7 +130,7 @@ def _append_gap(gaps: Array, length: int, gap: int) -> int:
 def extract_sparse(old: Array, new: Array, limit: int, gaps: Array, differences: Array) -> tuple[int, int]:
     """Write the gaps and differences of the changed elements in one pass over both inputs.
 
-    ``gaps``: uint8 (limit + 32 + elements // 255 + 1,); ``differences``: of the inputs' type, (limit + 32,). Returns the
+    ``gaps``: uint8 (limit + 32 + elements // 255 + 1,); ``differences``: the inputs' type, (limit + 32,). Returns the
     number of changed elements and the length of the gap stream; (-1, 0) as soon as more than ``limit`` are found.
     """
     found = 0

@@ -411,3 +411,8 @@ def test_as_many_gap_bytes_as_the_chunk_can_need_are_accepted_and_no_more() -> N
         else:
             with pytest.raises(DamagedChunk):
                 decode(old, SPARSE, 1, payload, width=1)
+
+
+def test_a_chunk_cannot_change_its_length() -> None:
+    with pytest.raises(ValueError, match="cannot become"):
+        ChunkEncoder().change(np.zeros(8, np.uint8), np.zeros(6, np.uint8), width=2)
