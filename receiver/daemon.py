@@ -96,8 +96,7 @@ class Receiver:
         """Bring checkpoint and engine to the wanted version. Raises what stands in the way."""
         self._slots.lock()
         try:
-            store = open_store(self._options.store, storage_options=self._options.storage_options)
-            self._begin(store)
+            self._begin(self._open_store())
             self._step()
             if self._status.error is not None:
                 raise self._status.error
@@ -149,7 +148,16 @@ class Receiver:
     # One pass
 
     def _start(self) -> None:
-        self._begin(open_store(self._options.store, storage_options=self._options.storage_options))
+        self._begin(self._open_store())
+
+    def _open_store(self) -> Store:
+        options = self._options
+        return open_store(options.store, storage_options=options.storage_options, sleep=self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before the store is asked once more, unless told to stop."""
+        if self._stopping.wait(seconds):
+            raise Stopped
 
     def _begin(self, store: Store) -> None:
         """Take over the local checkpoint, whatever state it is in."""
