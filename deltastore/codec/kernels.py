@@ -464,13 +464,13 @@ def apply_ranked(
     following = first_difference[:-1].copy()
     until = np.empty(256, np.int32)  # elements to come before the next event
     quiet = np.empty(256, np.int32)  # the same, but zero for inverted classes: each of their elements has work to do
-    for c in range(256):
-        until[c] = gaps[event[c]] if event[c] < starts[c + 1] else out.size
-        quiet[c] = 0 if inverted[c] else until[c]
+    for k in range(256):
+        until[k] = gaps[event[k]] if event[k] < starts[k + 1] else out.size
+        quiet[k] = 0 if inverted[k] else until[k]
     crossing = 0
     next_crossing = crossings[0] if inverse and crossings.size else out.size
     for i in range(out.size):
-        c: Any = np.uint64((out[i] >> 7) & 255)
+        c = np.uint64((out[i] >> 7) & 255)
         if i == next_crossing:
             c = np.uint64(crossing_classes[crossing])
             crossing += 1
@@ -491,7 +491,7 @@ def apply_ranked(
             return 1
         following[c] = j + 1
         out[i] = out[i] - differences[j] if inverse else out[i] + differences[j]
-    for c in range(256):
-        if following[c] != first_difference[c + 1] or event[c] != starts[c + 1]:
+    for k in range(256):
+        if following[k] != first_difference[k + 1] or event[k] != starts[k + 1]:
             return 1
     return 0
