@@ -261,10 +261,9 @@ def _problem(manifest: Manifest, version: int) -> str | None:
             return "it changed more elements than there are"
         if component.digests is not None and not is_base:
             return "only version 0 has digest tables"
-        if any(not own.match(part.key) for part in component.parts):
-            return "it names a part of another attempt"
-        if len({part.key for part in component.parts}) != len(component.parts):
-            return "it names a part twice"
+        keys = [part.key for part in component.parts]
+        if any(not own.match(key) for key in keys) or len(set(keys)) != len(keys):
+            return "it names a part of another attempt, or one twice"
     return None
 
 

@@ -12,7 +12,15 @@ import numpy as np
 
 from .container import header_size, parse_header
 from .digest import hasher
-from .errors import BaseMismatch, CorruptObject, ObjectNotFound, StoreNotFound, UsageError, VersionNotFound
+from .errors import (
+    BaseMismatch,
+    CorruptObject,
+    ObjectNotFound,
+    StorageError,
+    StoreNotFound,
+    UsageError,
+    VersionNotFound,
+)
 from .manifest import (
     BASE_VERSION,
     HEADERS,
@@ -166,8 +174,12 @@ class Store:
     def _hint(self) -> int:
         try:
             hint = parse_latest(self.backend.read(LATEST_KEY, limit=1024))
-        except (ObjectNotFound, CorruptObject):
+        except CorruptObject:
             return BASE_VERSION
+        except StorageError as error:
+            if error.transient:
+                raise
+            return BASE_VERSION  # absent, or something that is no hint: versions are found without it
         return hint.version if hint is not None and hint.stream_id == self.stream_id else BASE_VERSION
 
     def resolve(self, version: str | int) -> Manifest:
