@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .errors import PublishError
+from .errors import CorruptObject, PublishError
 from .snapshot import TensorSpec
 
 if TYPE_CHECKING:
@@ -76,7 +76,12 @@ def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema
     """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     for name, value in pairs:
-        yield _input(_stream_name(name, schema), value)
+        if not isinstance(name, str):
+            raise PublishError(f"{name!r} is no tensor's name.", tensors=(str(name),))
+        try:
+            yield _input(_stream_name(name, schema), value)
+        except CorruptObject as error:  # a name or shape outside the format's limits
+            raise PublishError(str(error), tensors=(name,)) from error
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[TensorInput]:
@@ -111,6 +116,8 @@ def _view(data: Bytes) -> TensorBytes:
 def _input(name: str, value: Any) -> TensorInput:
     if isinstance(value, np.ndarray):
         dtype, shape = value.dtype.name, value.shape
+        if value.dtype.hasobject:
+            raise PublishError(f"{name} is an array of Python objects.", tensors=(name,))
         content = _view(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) if value.size else _view(_EMPTY)
         if value.dtype.byteorder == ">":
             raise PublishError(f"{name} is big-endian; a checkpoint is little-endian.", tensors=(name,))
