@@ -177,9 +177,7 @@ def encode(old: bytes, new: bytes, width: int, encoding: int, method: int | None
     return len(positions), head + b"".join(stored_stream(stream, method) for stream in streams)
 
 
-def decode(
-    old: bytes, encoding: int, changed: int, payload: bytes, width: int, *, back: bool = False
-) -> bytes:
+def decode(old: bytes, encoding: int, changed: int, payload: bytes, width: int, *, back: bool = False) -> bytes:
     """Return the new bytes of a chunk, or with ``back`` the old ones from the new."""
     modulus = 1 << (8 * width)
     before = values(old, width)

@@ -25,9 +25,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 def some_tensors() -> Tensors:
     """One tensor of every dtype, a scalar, an empty one, and one of more than two chunks."""
     rng = np.random.default_rng(11)
-    tensors: Tensors = {
-        f"of.{name.lower()}": (name, (2, 4), rng.bytes(dtype.bits)) for name, dtype in DTYPES.items()
-    }
+    tensors: Tensors = {f"of.{name.lower()}": (name, (2, 4), rng.bytes(dtype.bits)) for name, dtype in DTYPES.items()}
     tensors["scalar"] = ("F32", (), rng.bytes(4))
     tensors["empty"] = ("BF16", (0, 7), b"")
     tensors["large"] = ("BF16", ((1 << 20) + 50,), rng.bytes((2 << 20) + 100))
@@ -94,9 +92,7 @@ def test_one_file_of_any_name_is_a_checkpoint_and_the_usual_name_wins(tmp_path: 
 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("hash_name", ["xxh3-128", "blake3"])
-def test_digests_are_those_of_the_format_however_files_are_split(
-    tmp_path: Path, hash_name: str, workers: int
-) -> None:
+def test_digests_are_those_of_the_format_however_files_are_split(tmp_path: Path, hash_name: str, workers: int) -> None:
     tensors = some_tensors()
     save_whole(tmp_path / "whole", tensors)
     save_shards(tmp_path / "three", tensors, 3, {"total_size": 1})

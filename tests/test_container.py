@@ -28,9 +28,7 @@ def framed(text: bytes | str, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def entry(
-    dtype: str = "U8", shape: object = (4,), offsets: object = (0, 4), **more: object
-) -> dict[str, object]:
+def entry(dtype: str = "U8", shape: object = (4,), offsets: object = (0, 4), **more: object) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
@@ -107,9 +105,7 @@ MALFORMED = [
         framed(f'{{"a":{json.dumps(GOOD)},"a":{json.dumps(entry(shape=(2,), offsets=(0, 2)))}}}'),
         id="a tensor twice, differently",
     ),
-    pytest.param(
-        framed('{"a":{"dtype":"I8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}'), id="a dtype twice"
-    ),
+    pytest.param(framed('{"a":{"dtype":"I8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}'), id="a dtype twice"),
     pytest.param(framed('{"__metadata__":{},"__metadata__":{}}'), id="metadata twice"),
     pytest.param(framed('{"__metadata__":{"a":"b","a":"c"}}'), id="a metadata field twice"),
     pytest.param(framed('{"a":{"dtype":"U8","shape":[4],"data_offsets":[-0,4]}}'), id="a minus zero"),

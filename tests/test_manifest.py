@@ -303,10 +303,7 @@ def out_of_limits() -> list[Any]:
     cases += [("model_parts", [part_of(7, size=size)]) for size in [*COUNTS, 0, (64 << 20) + 1]]
     cases += [("model_parts", [part_of(7, digest=digest)]) for digest in DIGESTS]
     cases += [("model_parts", [part_of(7, chunks=chunks)]) for chunks in COUNTS]
-    return [
-        pytest.param(field, value, id=f"{field}={str(value)[:50]!r} {i}")
-        for i, (field, value) in enumerate(cases)
-    ]
+    return [pytest.param(field, value, id=f"{field}={str(value)[:50]!r} {i}") for i, (field, value) in enumerate(cases)]
 
 
 @pytest.mark.parametrize(("field", "value"), out_of_limits())
@@ -399,9 +396,7 @@ def test_the_largest_version_is_one() -> None:
 
 def test_keys_are_those_of_the_format() -> None:
     assert manifest_key(0) == "manifests/0000000000.json"
-    assert part_key(12, ATTEMPT, "model-00003.safetensors") == (
-        f"parts/0000000012/{ATTEMPT}/model-00003.safetensors"
-    )
+    assert part_key(12, ATTEMPT, "model-00003.safetensors") == (f"parts/0000000012/{ATTEMPT}/model-00003.safetensors")
 
 
 identifiers = st.text("0123456789abcdef", min_size=32, max_size=32)

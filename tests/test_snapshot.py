@@ -49,11 +49,7 @@ def schema_of(tensors: Tensors) -> Schema:
 
 
 def table_of(tensors: Tensors, hash_name: str = "xxh3-128") -> np.ndarray:
-    rows = [
-        leaf
-        for name in sorted(tensors, key=str.encode)
-        for leaf in reference.leaves(tensors[name][2], hash_name)
-    ]
+    rows = [leaf for name in sorted(tensors, key=str.encode) for leaf in reference.leaves(tensors[name][2], hash_name)]
     size = hasher(hash_name).size
     return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), size)
 
@@ -221,9 +217,7 @@ def test_tensors_beyond_four_gibibytes_wrap_nowhere(dtype: str, shape: tuple[int
         pytest.param("a", "BF16", (1,), 4, id="a width over the bytes"),
     ],
 )
-def test_tensors_outside_the_limits_are_refused(
-    name: str, dtype: str, shape: tuple[int, ...], width: int
-) -> None:
+def test_tensors_outside_the_limits_are_refused(name: str, dtype: str, shape: tuple[int, ...], width: int) -> None:
     with pytest.raises(CorruptObject):
         TensorSpec(name, dtype, shape, width)
 
@@ -241,9 +235,7 @@ def test_a_name_that_comes_twice_is_refused() -> None:
 
 
 def test_the_schema_is_written_as_the_format_says() -> None:
-    schema = Schema(
-        [TensorSpec("w", "BF16", (8,)), TensorSpec("é", "F32", ()), TensorSpec('a"b', "U8", (0, 2))]
-    )
+    schema = Schema([TensorSpec("w", "BF16", (8,)), TensorSpec("é", "F32", ()), TensorSpec('a"b', "U8", (0, 2))])
     expected = '{"format":1,"tensors":[["a\\"b","U8",[0,2],1],["w","BF16",[8],2],["é","F32",[],4]]}'
     assert schema.to_json() == expected.encode()
     assert Schema.from_json(expected.encode(), key=KEY) == schema

@@ -80,7 +80,9 @@ def test_help_and_a_short_log_are_there_within_half_a_second(tmp_path):
     assert best("log", tmp_path / "store")[1] < 0.5
 
 
-@pytest.mark.parametrize("words", [["log", "{}"], ["log", "{}", "--json"], ["show", "{}", "latest"], ["plan", "{}", "--from", "none"]])
+@pytest.mark.parametrize(
+    "words", [["log", "{}"], ["log", "{}", "--json"], ["show", "{}", "latest"], ["plan", "{}", "--from", "none"]]
+)
 def test_reading_manifests_imports_neither_torch_nor_numba(words, long_store):
     code = (
         "import sys\n"

@@ -58,7 +58,7 @@ def once(store, live, *, target="latest"):
 
 
 @contextmanager
-def refused(store, live, tmp_path, *, key=None, kinds=(CorruptObject, StreamMismatch, UnsupportedFormat) ):
+def refused(store, live, tmp_path, *, key=None, kinds=(CorruptObject, StreamMismatch, UnsupportedFormat)):
     """Try everything that reads; fail unless each is refused, names the object, and leaves things as they were."""
     yield
     before = training.tree(live)
@@ -299,7 +299,10 @@ def test_a_file_name_that_leads_elsewhere_is_refused(component, name, store, tmp
     first = schema.tensors[0]
     made = Schema([TensorSpec(name, "U8", first.shape), *schema.tensors[1:]]).to_json()
     overwrite(store / reference.key, made)
-    schemas = {**base.stream.schemas, component: msgspec.structs.replace(reference, size=len(made), digest=HASH.of(made))}
+    schemas = {
+        **base.stream.schemas,
+        component: msgspec.structs.replace(reference, size=len(made), digest=HASH.of(made)),
+    }
     rewrite(store, 0, stream=msgspec.structs.replace(base.stream, schemas=schemas))
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(CorruptObject):

@@ -299,7 +299,9 @@ def test_a_restore_on_a_full_disk(small_disk, tmp_path):
 def test_places_that_cannot_be_used_are_told(place, store, base, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"")
-    path = {"file as parent": file / "below", "file in place": file, "proc": __import__("pathlib").Path("/proc/x")}[place]
+    path = {"file as parent": file / "below", "file in place": file, "proc": __import__("pathlib").Path("/proc/x")}[
+        place
+    ]
     for attempt in (
         lambda: Writer(path, base=base),
         lambda: open_store(store).restore(0, path),

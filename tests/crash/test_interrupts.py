@@ -204,9 +204,7 @@ def test_sigterm_at_every_change_ends_a_running_receiver_in_good_order(commands,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_at_random_instants_end_a_running_receiver_in_good_order(
-    number, big, commands, tmp_path, held, rounds
-):
+def test_signals_at_random_instants_end_a_running_receiver_in_good_order(number, big, commands, tmp_path, held, rounds):
     draw = random.Random(13)
     live = tmp_path / "live"
     for _ in range(rounds(3, 20)):

@@ -89,7 +89,9 @@ def test_kills_while_a_plain_directory_is_adopted(big, commands, tmp_path, held,
     store = tmp_path / "store"
     commands.run("deltastore", "init", store, "--base", base).ok()
     words = ["receiver", "once", "--store", store, "--checkpoint", live]
-    duration = commands.run("receiver", "once", "--store", store, "--checkpoint", tmp_path / "m", "--base", base).seconds
+    duration = commands.run(
+        "receiver", "once", "--store", store, "--checkpoint", tmp_path / "m", "--base", base
+    ).seconds
     for number in range(rounds(25, 100)):
         if live.is_symlink():
             # Back to a plain directory for the next round.

@@ -188,7 +188,9 @@ def test_a_steady_poll_is_one_read(run, engine, monkeypatch):
     made._step()
     asked = []
     read = store.backend.read
-    monkeypatch.setattr(type(store.backend), "read", lambda self, key, *, limit: asked.append(key) or read(key, limit=limit))
+    monkeypatch.setattr(
+        type(store.backend), "read", lambda self, key, *, limit: asked.append(key) or read(key, limit=limit)
+    )
     made._step()
     made._slots.unlock()
     assert asked == ["manifests/0000000002.json"]

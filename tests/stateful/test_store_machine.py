@@ -139,7 +139,9 @@ class StoreMachine(RuleBasedStateMachine):
         trainer.writer._spool.close()
 
     @precondition(lambda self: self.trainers)
-    @rule(data=st.data(), fresh=st.integers(0, 9), fault=st.sampled_from([None, None, "part", "lost", "late", "before"]))
+    @rule(
+        data=st.data(), fresh=st.integers(0, 9), fault=st.sampled_from([None, None, "part", "lost", "late", "before"])
+    )
     def publish(self, data, fresh, fault):
         trainer = self.trainers[data.draw(st.sampled_from(sorted(self.trainers)))]
         backend = trainer.backend
