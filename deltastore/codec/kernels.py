@@ -43,6 +43,7 @@ __all__ = [
     "count_far",
     "extract_sparse",
     "join_planes",
+    "list_changes",
     "list_events",
     "rank_changes",
     "read_rice",
@@ -50,6 +51,7 @@ __all__ = [
     "rice_parameter",
     "split_planes",
     "split_signs",
+    "write_gaps",
     "write_rice",
     "zigzag",
 ]
@@ -112,7 +114,7 @@ def _vector_lanes_of_class(_typing: Any, values: Any, start: Any, _wanted: Any) 
 
 
 @_jit_step
-def _plain_changed_lanes(old: Array, new: Array, start: int) -> int:
+def _plain_changed_lanes(old: Array, new: Array, start: int) -> Any:
     """Do what ``_vector_changed_lanes`` does, an element at a time."""
     mask = np.uint32(0)
     for lane in range(_LANES):
@@ -121,7 +123,7 @@ def _plain_changed_lanes(old: Array, new: Array, start: int) -> int:
 
 
 @_jit_step
-def _plain_lanes_of_class(values: Array, start: int, wanted: int) -> int:
+def _plain_lanes_of_class(values: Array, start: int, wanted: int) -> Any:
     """Do what ``_vector_lanes_of_class`` does, an element at a time."""
     mask = np.uint32(0)
     for lane in range(_LANES):
@@ -130,7 +132,7 @@ def _plain_lanes_of_class(values: Array, start: int, wanted: int) -> int:
 
 
 @_jit
-def _try_vectors(values: Array) -> int:
+def _try_vectors(values: Array) -> Any:
     """Use both vector steps on a uint16 array of 32 elements."""
     return _vector_changed_lanes(values, values, 0) | _vector_lanes_of_class(values, 0, 0)
 
@@ -145,6 +147,8 @@ def _vectors_compile() -> bool:
     return True
 
 
+_changed_lanes: Any
+_lanes_of_class: Any
 if _ASKED_FOR_PLAIN or not _vectors_compile():
     _changed_lanes, _lanes_of_class = _plain_changed_lanes, _plain_lanes_of_class
 else:
@@ -239,6 +243,38 @@ def extract_sparse(old: Array, new: Array, limit: int, gaps: Array, differences:
             following = i + 1
             found += 1
     return (found, length) if found <= limit else (-1, 0)
+
+
+@_jit
+def write_gaps(positions: Array, gaps: Array) -> int:
+    """Write the gap stream of ``positions`` (int32, ascending) and return its length.
+
+    ``gaps``: uint8 (positions + last position // 255 + 1,).
+    """
+    length = 0
+    following = 0
+    for j in range(positions.size):
+        length = _append_gap(gaps, length, positions[j] - following)
+        following = positions[j] + 1
+    return length
+
+
+@_jit
+def list_changes(old: Array, new: Array, positions: Array) -> int:
+    """Write where the elements differ and return how many do. ``positions``: int32 of the inputs' length."""
+    found = 0
+    whole = old.size - old.size % _LANES
+    for start in range(0, whole, _LANES):
+        mask = _changed_lanes(old, new, start)
+        while mask:
+            positions[found] = start + _lowest_bit(mask)
+            mask = np.uint32(mask & (mask - np.uint32(1)))
+            found += 1
+    for i in range(whole, old.size):
+        if old[i] != new[i]:
+            positions[found] = i
+            found += 1
+    return found
 
 
 @_jit
