@@ -352,7 +352,7 @@ def parts_of(store: Path) -> dict[str, bytes]:
     """Return all parts by version and name, with the random id of their attempt blanked."""
     return {
         f"{path.parent.parent.name}/{path.name}": path.read_bytes().replace(path.parent.name.encode(), b"-" * 32)
-        for path in sorted(store.glob("parts/*/*/model-*.safetensors"))
+        for path in sorted(store.glob("parts/*/*/model-0*.safetensors"))
     }
 
 
