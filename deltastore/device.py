@@ -99,7 +99,7 @@ class _Slot:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffer = self._filled = torch.empty(0, dtype=torch.uint8)
+        self._buffer = self._filled = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._source: torch.Tensor | None = None
 
     def entered(self, after: Iterable[Any] = ()) -> AbstractContextManager[object]:
@@ -115,7 +115,8 @@ class _Slot:
         size = source.numel()
         if self._buffer.numel() < size:
             pinned = self._stream is not None
-            self._buffer = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=pinned)
+            room = 1 << (size - 1).bit_length()
+            self._buffer = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._filled, self._source = self._buffer[:size], source
         with by.entered():
             self._filled.copy_(source, non_blocking=self._stream is not None)
