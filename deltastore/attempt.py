@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Attempt"]
 
 #: A part is closed when its payload reaches this many bytes: with its table it stays well below the format's 64 MiB.
-_PART_BYTES = 32 << 20
+_PART_BYTES = 16 << 20
 #: A part is closed at this many rows too: tables of tiny tensors count.
 _PART_ROWS = 1 << 18
 _UPLOADERS = 4
@@ -63,7 +63,9 @@ class Attempt:
         if self._rows:
             data = build_part(self._rows, self._identity(component), digest_size=self._hash.size)
             name = f"{component}-{len(parts):05d}.safetensors"
-            reference = PartRef(self._key(name), len(data), self._hash.of(data), len(self._rows))
+            numbers = [row.number for row in self._rows]
+            digest = self._hash.of(data)
+            reference = PartRef(self._key(name), len(data), digest, len(numbers), min(numbers), max(numbers))
             self._spool.put(data, reference.digest)
             parts.append(reference)
             self._uploads.append(self._pool.submit(self._upload, reference))

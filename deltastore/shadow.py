@@ -76,7 +76,7 @@ class Shadow:
                 encoded = local.encoder.change(old_tensor[start:stop], new, width=spec.width)
                 if encoded is not None:
                     old_digest = self.digests[number + chunk].tobytes()
-                    rows.append(ChunkRow(position, chunk, encoded, old_digest, self.hash.digest(new)))
+                    rows.append(ChunkRow(position, chunk, number + chunk, encoded, old_digest, self.hash.digest(new)))
         return rows
 
     def advance(self, parts: Sequence[Part], snapshot_id: str, *, workers: int) -> None:
