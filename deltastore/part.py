@@ -56,13 +56,11 @@ class PartIdentity:
 class ChunkRow:
     """One encoded chunk on its way into a part.
 
-    ``tensor`` is the tensor's number in schema order, ``number`` the chunk's; ``old_digest`` is empty where there is no
-    old chunk (anchors).
+    ``tensor`` is the tensor's number in schema order; ``old_digest`` is empty where there is no old chunk (anchors).
     """
 
     tensor: int
     chunk: int
-    number: int
     encoded: EncodedChunk
     old_digest: bytes
     new_digest: bytes
@@ -98,7 +96,7 @@ class Part:
 
 def build_part(rows: Sequence[ChunkRow], identity: PartIdentity, *, digest_size: int) -> bytes:
     """Build a part from encoded chunks, in any order; each (tensor, chunk) at most once."""
-    ordered = sorted(rows, key=lambda row: row.number)
+    ordered = sorted(rows, key=lambda row: (row.tensor, row.chunk))
     count = len(ordered)
     absent = bytes(digest_size)
     columns: list[tuple[str, str, tuple[int, ...], bytes]] = [

@@ -14,7 +14,7 @@ from deltastore.codec import EncodedChunk, Encoding
 from deltastore.digest import hasher
 from deltastore.errors import BaseMismatch, CorruptObject
 from deltastore.part import ChunkRow, Part, PartIdentity, build_part, parse_part
-from deltastore.patch import Patch, default_workers, run_in_order
+from deltastore.patch import Patch, _Work, default_workers, run_in_order
 from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec
 
 if TYPE_CHECKING:
@@ -470,7 +470,8 @@ def test_rows_of_a_patch_are_kept_in_arrays() -> None:
     patch.add_delta([part_of(rows_between(ZERO, ONE))])
     patch.add_delta([part_of(rows_between(ONE, TWO))])
     patch.seal(id_of(TWO))
-    held = [getattr(patch, name) for name in vars(patch)]
+    work = _Work(patch._parts)
+    held = [getattr(work, name) for name in _Work.__slots__]
     rows = [value for value in held if isinstance(value, np.ndarray) and value.ndim == 1]
     count = len(rows_between(ZERO, ONE)) + len(rows_between(ONE, TWO))
     assert sorted(value.itemsize for value in rows if len(value) == count) == [4, 4, 8]
