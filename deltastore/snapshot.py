@@ -7,6 +7,7 @@ bytes alone: not on how files are split, nor on any option of the writer. docs/f
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ __all__ = [
 CHUNK_BYTES = 1 << 21
 
 _BATCH_RUNS = 256
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_NAME_BYTES = 1024
 MAX_RANK = 64
 MAX_TENSOR_BYTES = 1 << 48
@@ -135,7 +137,7 @@ def _check_name(name: str) -> None:
         encoded = name.encode()
     except UnicodeEncodeError:
         raise CorruptObject(f"The tensor name {name!r} is not valid Unicode.", key=name) from None
-    if not 0 < len(encoded) <= MAX_NAME_BYTES or any(ord(char) < 32 or ord(char) == 127 for char in name):
+    if not 0 < len(encoded) <= MAX_NAME_BYTES or _CONTROL.search(name):
         raise CorruptObject(f"The tensor name {name[:80]!r} is empty, too long, or has control characters.", key=name)
 
 
@@ -204,6 +206,11 @@ class Schema:
 
     def __hash__(self) -> int:
         return hash(self.tensors)
+
+    def get(self, name: str) -> TensorSpec | None:
+        """Return a tensor's spec, or ``None`` for an unknown name."""
+        position = self._positions.get(name)
+        return None if position is None else self.tensors[position]
 
     def position(self, name: str) -> int:
         """Return a tensor's number in schema order; raises ``KeyError`` for an unknown name."""
