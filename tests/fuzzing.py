@@ -582,6 +582,10 @@ DECODERS = (
 # Memory.
 
 
+class _TooMuchMemory(Exception):
+    pass
+
+
 class _memory_within:  # noqa: N801 - reads as the statement that it is
     """Fail if more than ``limit`` bytes are taken at once inside; counts only while tracemalloc traces."""
 
@@ -594,10 +598,11 @@ class _memory_within:  # noqa: N801 - reads as the statement that it is
             tracemalloc.reset_peak()
             self._before = tracemalloc.get_traced_memory()[0]
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if tracemalloc.is_tracing():
             taken = tracemalloc.get_traced_memory()[1] - self._before
-            assert taken <= self._limit, f"{taken} bytes taken, {self._limit} allowed"
+            if taken > self._limit:
+                raise _TooMuchMemory(f"{taken} bytes taken, {self._limit} allowed")
 
 
 # A run.
@@ -623,7 +628,10 @@ def fuzz(decoder: Decoder, wanted: int, *, seed: int) -> Outcome:
         number = seed * 10**9 + outcome.cases
         case = decoder.case(Damage(number))
         try:
-            accepted = decoder.attempt(case)
+            try:
+                accepted = decoder.attempt(case)
+            except _TooMuchMemory:
+                accepted = decoder.attempt(case)  # the first call of a kernel compiles it
         except Exception as error:
             raise AssertionError(f"{decoder.name}, seed {number}: {error!r} for {case!r}") from error
         outcome.cases += 1
