@@ -651,13 +651,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, default=10_000_000, help="bytes for each decoder")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only", default="", help="only decoders whose name contains this")
     options = parser.parse_args()
-    for decoder in DECODERS:
+    decoders = [decoder for decoder in DECODERS if options.only in decoder.name]
+    for decoder in decoders:
         fuzz(decoder, 20_000, seed=0)  # compiles kernels, fills caches
     tracemalloc.start()
-    print(f"seed {options.seed}; {options.bytes:,} bytes for each of {len(DECODERS)} decoders")
+    print(f"seed {options.seed}; {options.bytes:,} bytes for each of {len(decoders)} decoders")
     before, total = peak_memory(), 0
-    for decoder in DECODERS:
+    for decoder in decoders:
         outcome = fuzz(decoder, options.bytes, seed=options.seed)
         total += outcome.fed
         print(
