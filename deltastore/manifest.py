@@ -208,7 +208,8 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 def _decode(data: Buffer, kind: type[_Record], key: str) -> _Record:
     try:
-        return msgspec.json.decode(data, type=kind)
+        # msgspec alone does not look into what it skips: unknown fields may hide what is no UTF-8.
+        return msgspec.json.decode(str(data, "utf-8"), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{key} is damaged: {error}.", key=key) from error
 
@@ -303,6 +304,6 @@ def _stream_problem(stream: StreamRecord, manifest: Manifest) -> str | None:
 def parse_latest(data: Buffer) -> LatestHint | None:
     """Parse the hint; anything that is not one is no hint."""
     try:
-        return msgspec.json.decode(data, type=LatestHint)
+        return msgspec.json.decode(str(data, "utf-8"), type=LatestHint)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -244,7 +244,7 @@ class Schema:
     def from_json(cls, data: Buffer, *, key: str) -> Schema:
         """Parse a schema object strictly; raises ``CorruptObject`` or ``UnsupportedFormat`` naming ``key``."""
         try:
-            record = msgspec.json.decode(data, type=_SchemaRecord)
+            record = msgspec.json.decode(str(data, "utf-8"), type=_SchemaRecord)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptObject(f"The schema {key} is damaged: {error}.", key=key) from error
         if record.format != 1:

@@ -220,10 +220,9 @@ def read_table(streams: Streams, elements: int, changed: int) -> tuple[list[int]
 
 def decode_contextual(before: list[int], changed: int, streams: Streams, *, back: bool) -> list[int]:
     positions_size, crossings, crossing_size, crossing_k = struct.unpack("<IIIB", streams.take(13))
-    if crossing_k > 20 or crossings > changed:
-        raise DamagedError("crossings")
-    if max(positions_size, crossing_size) > 4 * len(before) + 16:  # 22 bits an element: the rest would be left over
-        raise DamagedError("positions")
+    room = 4 * len(before) + 16  # 22 bits an element: the rest would be left over
+    if crossing_k > 20 or crossings > changed or max(positions_size, crossing_size) > room:
+        raise DamagedError("head")
     moved, inverted, runs = read_table(streams, len(before), changed)
     gaps = rice_numbers(streams.next(positions_size), runs, len(before))
     (crossing_gaps,) = rice_numbers(streams.next(crossing_size), [(crossings, crossing_k)], len(before))

@@ -242,6 +242,20 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
     assert parse_manifest(sealed(first), version=0) == parse_manifest(sealed(base()), version=0)
 
 
+def test_what_is_ignored_must_be_utf8_too() -> None:
+    line = canonical({**delta(), "zz": "?"})
+    assert parse_manifest(reseal(line), version=7).version == 7
+    refused(reseal(line.replace(b"?", b"\xff")), 7)
+    refused(reseal(line.replace(b"zz", b"\xdc\xea")), 7)
+    hint = encode_latest(LatestHint(STREAM, 3))
+    assert parse_latest(hint[:-1] + b',"zz":"?"}') == LatestHint(STREAM, 3)
+    assert parse_latest(hint[:-1] + b',"zz":"\xff"}') is None
+
+
+def reseal(line: bytes) -> bytes:
+    return b"%b\n%b\n" % (line, XXH3.of(line).encode())
+
+
 @pytest.mark.parametrize("number", [0, 2, -1, 10**9])
 def test_another_format_is_unsupported_whatever_else_the_manifest_says(number: int) -> None:
     refused(sealed(delta(format=number)), 7, UnsupportedFormat)
