@@ -263,6 +263,8 @@ def _problem(manifest: Manifest, version: int) -> str | None:
             return "only version 0 has digest tables"
         if any(not own.match(part.key) for part in component.parts):
             return "it names a part of another attempt"
+        if len({part.key for part in component.parts}) != len(component.parts):
+            return "it names a part twice"
     return None
 
 

@@ -150,7 +150,7 @@ def parse_part(data: Buffer, identity: PartIdentity, schema: Schema, hash_functi
     column("payload", "U8", payload.spec.nbytes)
     tensor, chunk = column("tensor", "U32", count), column("chunk", "U32", count)
     encoding = column("encoding", "U8", count)
-    if count and not (encoding.min() >= Encoding.SPARSE and encoding.max() <= Encoding.FULL):
+    if count and not (encoding.min() >= Encoding.SPARSE and encoding.max() <= max(Encoding)):
         raise CorruptObject(f"{key} has a chunk of an unknown encoding.", key=key)
     return Part(
         key=key,

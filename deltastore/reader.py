@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -351,9 +352,17 @@ def check_schema(schema: Schema, checkpoint: Checkpoint) -> None:
         )
 
 
-def open_store(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Store:
-    """Open the stream at a URL for reading; raises ``StoreNotFound`` when there is none."""
-    backend = open_backend(str(url), storage_options=storage_options)
+def open_store(
+    url: str | Path,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Store:
+    """Open the stream at a URL for reading; raises ``StoreNotFound`` when there is none.
+
+    ``sleep`` is as for ``open_backend``.
+    """
+    backend = open_backend(str(url), storage_options=storage_options, sleep=sleep)
     return store_at(backend)
 
 

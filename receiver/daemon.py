@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from deltastore.manifest import Manifest
     from deltastore.reader import Store
 
-    from .engines import Engine
+    from .engines import Engine, EngineInfo
     from .slots import LiveSlot
     from .status import Status
 
@@ -96,8 +96,7 @@ class Receiver:
         """Bring checkpoint and engine to the wanted version. Raises what stands in the way."""
         self._slots.lock()
         try:
-            store = open_store(self._options.store, storage_options=self._options.storage_options)
-            self._begin(store)
+            self._begin(self._open_store())
             self._step()
             if self._status.error is not None:
                 raise self._status.error
@@ -135,8 +134,7 @@ class Receiver:
                     raise
                 self._status.failed(error)
             else:
-                if self._status.error is None:
-                    return
+                return
             failures += 1
             pause = min(self._options.poll * 2.0**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
             _log.warning("%s Next try in %.1f s.", self._status.error, pause)
@@ -149,7 +147,16 @@ class Receiver:
     # One pass
 
     def _start(self) -> None:
-        self._begin(open_store(self._options.store, storage_options=self._options.storage_options))
+        self._begin(self._open_store())
+
+    def _open_store(self) -> Store:
+        options = self._options
+        return open_store(options.store, storage_options=options.storage_options, sleep=self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before the store is asked once more, unless told to stop."""
+        if self._stopping.wait(seconds):
+            raise Stopped
 
     def _begin(self, store: Store) -> None:
         """Take over the local checkpoint, whatever state it is in."""
@@ -181,7 +188,6 @@ class Receiver:
         live = self._slots.live()
         if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
             live = self._patch(wanted)
-        self._status.enter("following")
         self._serve(live, wanted)
 
     def _patch(self, wanted: Manifest) -> LiveSlot:
@@ -204,22 +210,34 @@ class Receiver:
 
         A restarted or paused engine is loaded and confirmed again.
         """
-        info = self._engine.info()
+        info = self._ask()
         version = str(live.record.version)
         if info.paused or info.version != version or self._confirmed != (info.incarnation, version):
             self._confirmed = None
             self._status.serving = None
             self._activate(live, wanted)
-            info = self._engine.info()
+            info = self._ask()
         if info.version is not None and not info.paused:
             self._confirmed = (info.incarnation, info.version)
             self._status.serving = int(info.version)
-        if wanted.commit_id not in self._refused:
+        if wanted.commit_id in self._refused:
+            self._status.enter("degraded")
+        else:
+            self._status.enter("following")
             self._status.succeeded()
+
+    def _ask(self) -> EngineInfo:
+        """Ask the engine how it is; one that does not answer serves nothing that we know of."""
+        try:
+            return self._engine.info()
+        except EngineError:
+            self._confirmed = None
+            self._status.serving = None
+            raise
 
     def _activate(self, live: LiveSlot, wanted: Manifest) -> None:
         self._status.enter("activating")
-        other = self._slots.other(live)
+        other = self._patcher.previous()
         result = activate(
             self._engine,
             Weights(live.record.version, live.directory),
@@ -232,5 +250,7 @@ class Receiver:
             self._refused.add(wanted.commit_id)
             self._patcher.go_back()
             self._status.version = result.version
+        if result.outcome == "latched" and result.error is not None:
+            raise result.error
         if result.error is not None:
             self._status.failed(result.error)

@@ -5,12 +5,13 @@ An engine may go on generating, and may restart, at any moment of it: what it fi
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deltastore.codec.chunk import warm_up
-from deltastore.errors import CorruptObject, StreamMismatch, UsageError, VersionNotFound
+from deltastore.errors import CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
 from deltastore.manifest import manifest_key
 from deltastore.restore import Source, build_checkpoint, identify
 from deltastore.spool import Spool
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], object]
 
 __all__ = ["Patched", "Patcher"]
+
+_log = logging.getLogger("receiver")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Patcher:
             self._check_history(live)
             self._source = self._slots.source(live, workers=self._workers, progress=self._counter("verify", live))
             return live
+        self._slots.forget()
         if not self._slots.link.exists():
             return None
         if not self._slots.is_plain():
@@ -179,14 +183,22 @@ class Patcher:
             raise UsageError(f"{self._base} is the checkpoint's own path.", hint="Give another directory as --base.")
         return identify(self._store, self._base, workers=self._workers, progress=self._progress)
 
+    def previous(self) -> LiveSlot | None:
+        """Return the slot that is not live if it holds its version, verified as a live slot is. Needs no store."""
+        try:
+            live = self._slots.live()
+            other = self._slots.other(live) if live is not None else None
+            if other is not None:
+                self._slots.source(other, workers=self._workers)
+        except DeltastoreError as error:
+            _log.warning("The version before cannot be used: %s", error)
+            return None
+        return other
+
     def go_back(self) -> LiveSlot | None:
-        """Make the other slot live again if it still holds its version; returns it, or ``None``. Needs no store."""
-        live = self._slots.live()
-        if live is None:
-            return None
-        other = self._slots.other(live)
-        if other is None:
-            return None
-        self._slots.swap(other.name)
-        self._source = self._slots.source(other, workers=self._workers)
+        """Make the version before live again if it is still there whole; returns it, or ``None``. Needs no store."""
+        other = self.previous()
+        if other is not None:
+            self._slots.swap(other.name)
+            self._source = self._slots.source(other, workers=self._workers)
         return other

@@ -271,6 +271,14 @@ class Slots:
             raise disk_error(error, directory) from error
         return name, directory
 
+    def forget(self) -> None:
+        """Drop what is known of slots that no link leads to: they may be of another stream, or of a lost history."""
+        try:
+            for name in _NAMES:
+                (self.directory / f"{name}.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, self.directory) from error
+
     def finish(self, name: Literal["a", "b"], manifest: Manifest, digests: Digests, hash_function: Hasher) -> None:
         """Record what a whole, durable slot holds."""
         self._record(name, open_checkpoint(self.directory / name), manifest, digests, hash_function)

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-SPARSE, DENSE, FULL = 1, 2, 3
+SPARSE, DENSE, FULL, CONTEXTUAL = 1, 2, 3, 4
 ZERO, RAW, ZSTD = 0, 1, 2
 CHUNK = 2_097_152
 
@@ -103,7 +103,7 @@ def zstd_frame(raw: bytes, level: int = 1) -> bytes:
 
 
 def stored_stream(raw: bytes, method: int | None = None) -> bytes:
-    if method is None:
+    if method is None or not raw:
         method = RAW if any(raw) else ZERO
     stored = {ZERO: b"", RAW: raw, ZSTD: zstd_frame(raw) if method == ZSTD else b""}[method]
     return struct.pack("<BI", method, len(stored)) + stored
@@ -128,11 +128,137 @@ class Streams:
             return bytes(raw_size)
         if method == RAW and size == raw_size:
             return stored
-        if method == ZSTD and zstandard.frame_content_size(stored) == raw_size:
+        if method == ZSTD and raw_size and zstandard.frame_content_size(stored) == raw_size:
             raw = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
             if len(raw) == raw_size:
                 return raw
         raise DamagedError("stream")
+
+
+# Section 4.2: contexts.
+
+
+def class_of(value: int) -> int:
+    return (value >> 7) & 255
+
+
+def rice(numbers: list[int], k: int) -> str:
+    """Bits in stream order, as a string of 0 and 1."""
+    return "".join("0" * (v >> k) + "1" + "".join(str(v >> place & 1) for place in range(k)) for v in numbers)
+
+
+def bits_to_bytes(bits: str) -> bytes:
+    bits += "0" * (-len(bits) % 8)
+    return bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
+
+
+def rice_numbers(data: bytes, runs: list[tuple[int, int]], limit: int) -> list[list[int]]:
+    bits = "".join(f"{byte:08b}"[::-1] for byte in data)
+    at = 0
+    found = []
+    for count, k in runs:
+        numbers = []
+        for _ in range(count):
+            one = bits.find("1", at)
+            if one < 0 or one + 1 + k > len(bits):
+                raise DamagedError("positions end")
+            number = (one - at << k) | sum(int(bits[one + 1 + place]) << place for place in range(k))
+            if number > limit:
+                raise DamagedError("position")
+            numbers.append(number)
+            at = one + 1 + k
+        found.append(numbers)
+    if (at + 7) // 8 != len(data):
+        raise DamagedError("positions left over")
+    return found
+
+
+def distances(events: list[int]) -> list[int]:
+    return [event - before - 1 for event, before in zip(events, [-1, *events], strict=False)]
+
+
+def encode_contextual(
+    old: bytes, new: bytes, inverted: set[int], k: int, method: int | None = None
+) -> tuple[int, bytes]:
+    """Any choice a writer may make: which classes are inverted, and one k for all."""
+    before, after = values(old, 2), values(new, 2)
+    members = {c: [i for i, value in enumerate(before) if class_of(value) == c] for c in range(256)}
+    table = [[0] * 256, [0] * 256, [0] * 256]
+    bits, changes = "", []
+    for c, places in members.items():
+        moved = [rank for rank, i in enumerate(places) if before[i] != after[i]]
+        still = [rank for rank, i in enumerate(places) if before[i] == after[i]]
+        changes += [signed_change(before[places[rank]], after[places[rank]], 2) for rank in moved]
+        table[0][c] = len(moved)
+        if c in inverted:
+            table[1][c] = len(still)
+        table[2][c] = k + 32 * (c in inverted)
+        bits += rice(distances(still if c in inverted else moved), k)
+    crossed = [i for i in range(len(before)) if class_of(before[i]) != class_of(after[i])]
+    positions, crossings = bits_to_bytes(bits), bits_to_bytes(rice(distances(crossed), k))
+    magnitudes = planes([abs(change) - 1 for change in changes], 2)
+    numbers = b"".join(planes([number for row in table for number in row], 4))
+    streams = [positions, crossings, bytes(class_of(before[i]) for i in crossed), sign_stream(changes), *magnitudes]
+    head = struct.pack("<IIIB", len(positions), len(crossed), len(crossings), k)
+    table_stream = stored_stream(numbers, ZSTD if any(numbers) else None)
+    return len(changes), head + table_stream + b"".join(stored_stream(stream, method) for stream in streams)
+
+
+def read_table(streams: Streams, elements: int, changed: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """Return the changed elements, the inversion, and (events, k) of each class."""
+    raw = streams.next(3072)
+    numbers = joined([raw[768 * place : 768 * place + 768] for place in range(4)])
+    moved, still, modes = numbers[:256], numbers[256:512], numbers[512:]
+    inverted = [mode >> 5 & 1 for mode in modes]
+    events = [still[c] if inverted[c] else moved[c] for c in range(256)]
+    if max(modes) > 63 or max(mode & 31 for mode in modes) > 20:
+        raise DamagedError("modes")
+    if sum(events) > elements or sum(moved) != changed:
+        raise DamagedError("counts")
+    return moved, inverted, [(events[c], modes[c] & 31) for c in range(256)]
+
+
+def decode_contextual(before: list[int], changed: int, streams: Streams, *, back: bool) -> list[int]:
+    positions_size, crossings, crossing_size, crossing_k = struct.unpack("<IIIB", streams.take(13))
+    if crossing_k > 20 or crossings > changed:
+        raise DamagedError("crossings")
+    moved, inverted, runs = read_table(streams, len(before), changed)
+    gaps = rice_numbers(streams.next(positions_size), runs, len(before))
+    (crossing_gaps,) = rice_numbers(streams.next(crossing_size), [(crossings, crossing_k)], len(before))
+    crossing_classes = streams.next(crossings)
+    signs = streams.next((changed + 7) // 8)
+    magnitudes = joined([streams.next(changed) for _ in range(2)])
+    old_class = {}
+    place = -1
+    for gap, c in zip(crossing_gaps, crossing_classes, strict=True):
+        place += gap + 1
+        if place >= len(before):
+            raise DamagedError("crossing")
+        old_class[place] = c
+    ranks: list[set[int]] = [set() for _ in range(256)]
+    for c in range(256):
+        rank = -1
+        for gap in gaps[c]:
+            rank += gap + 1
+            ranks[c].add(rank)
+    first = [sum(moved[:c]) for c in range(256)]
+    seen, used = [0] * 256, [0] * 256
+    result = list(before)
+    for i, value in enumerate(before):
+        c = old_class.get(i, class_of(value)) if back else class_of(value)
+        happens = seen[c] in ranks[c]
+        seen[c] += 1
+        if happens == bool(inverted[c]):
+            continue
+        if used[c] >= moved[c]:
+            raise DamagedError("too many changes")
+        j = first[c] + used[c]
+        used[c] += 1
+        difference = (-1 if signs[j // 8] >> (j % 8) & 1 else 1) * (magnitudes[j] + 1)
+        result[i] = (value + (-difference if back else difference)) % 65536
+    if used != moved or any(ranks[c] and max(ranks[c]) >= seen[c] for c in range(256)):
+        raise DamagedError("changes left over")
+    return result
 
 
 # Section 4: whole chunks.
@@ -143,12 +269,14 @@ def changed_positions(old: bytes, new: bytes, width: int) -> list[int]:
     return [i for i, (before, after) in enumerate(pairs) if before != after]
 
 
-def chosen_encoding(old: bytes, new: bytes, width: int) -> int | None:
+def chosen_encoding(old: bytes, new: bytes, width: int, level: str = "fast") -> int | None:
     """Section 4: the writer chooses from counts."""
     elements = len(new) // width
     changed = len(changed_positions(old, new, width))
     if not changed:
         return None
+    if level == "max" and width == 2 and changed >= 256 and 2 * changed <= elements:
+        return CONTEXTUAL
     if 4 * changed <= elements:
         return SPARSE
     eighth = (1 << (8 * width)) // 8
@@ -200,6 +328,8 @@ def decode(old: bytes, encoding: int, changed: int, payload: bytes, width: int, 
         coded = joined([streams.next(len(before)) for _ in range(width)])
         pairs = zip(before, coded, strict=True)
         result = [(value + way * unzigzag(difference)) % modulus for value, difference in pairs]
+    elif encoding == CONTEXTUAL and width == 2:
+        result = decode_contextual(before, changed, streams, back=back)
     elif encoding == FULL and not back:
         result = joined([streams.next(len(before)) for _ in range(width)])
     else:

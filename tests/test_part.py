@@ -215,7 +215,7 @@ def test_rows_out_of_order_or_twice_are_refused() -> None:
         refused(part_file(rows))
 
 
-@pytest.mark.parametrize("encoding", [0, 4, 255])
+@pytest.mark.parametrize("encoding", [0, 5, 255])
 def test_an_unknown_encoding_is_refused(encoding: int) -> None:
     for place in range(4):
         codes = bytearray([1, 2, 3, 1])

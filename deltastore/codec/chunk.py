@@ -15,6 +15,8 @@ import zstandard
 from deltastore.errors import UsageError
 
 from . import kernels
+from .context import apply_contextual, encode_contextual
+from .differences import pack_differences, read_difference_planes
 from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
 from .streams import StreamReader, StreamWriter
 
@@ -28,6 +30,9 @@ __all__ = ["ChunkDecoder", "ChunkEncoder", "warm_up"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
 _SPARSE_SHARE = 4
+#: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
+_CONTEXTUAL_FROM = 256
+_CONTEXTUAL_SHARE = 2
 #: The kernel looks at its limit once for all lanes of a vector.
 _SLACK = 32
 
@@ -45,12 +50,13 @@ def _elements(data: Bytes, width: int) -> Array:
 class ChunkEncoder:
     """Encodes chunks at one level. Keeps scratch memory of a few chunks: one encoder a thread."""
 
-    __slots__ = ("_scratch", "_streams")
+    __slots__ = ("_contextual", "_scratch", "_streams")
 
     def __init__(self, level: str = "fast") -> None:
         if level not in LEVELS:
             raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
         self._streams = StreamWriter(LEVELS[level])
+        self._contextual = level == "max"
         self._scratch = np.empty(0, np.uint8)
 
     def change(self, old: Bytes, new: Bytes, *, width: int) -> EncodedChunk | None:
@@ -61,6 +67,10 @@ class ChunkEncoder:
         if old.size != new.size:
             raise ValueError(f"a chunk of {old.size} bytes cannot become one of {new.size}")
         old_elements, new_elements = _elements(old, width), _elements(new, width)
+        if self._contextual and width == 2:
+            changed = kernels.count_changes(old_elements, new_elements)
+            if changed >= _CONTEXTUAL_FROM and changed * _CONTEXTUAL_SHARE <= new_elements.size:
+                return encode_contextual(old_elements, new_elements, self._streams)
         limit = new_elements.size // _SPARSE_SHARE
         gaps_limit = limit + _SLACK + new_elements.size // 255 + 1
         scratch = self._take_scratch(gaps_limit + (limit + _SLACK) * width)
@@ -89,16 +99,9 @@ class ChunkEncoder:
         return self._scratch[:size]
 
     def _sparse(self, gaps: Bytes, differences: Array) -> EncodedChunk:
-        differences.flags.writeable = False
-        signs = np.empty(differences.size, np.uint8)
-        magnitudes = np.empty_like(differences)
-        kernels.split_signs(differences, signs, magnitudes)
-        magnitudes.flags.writeable = False
-        planes = np.empty((differences.itemsize, differences.size), np.uint8)
-        kernels.split_planes(magnitudes, planes)
         pieces = [_GAPS.pack(gaps.size)]
-        for stream in (gaps, np.packbits(signs, bitorder="little"), *planes):
-            self._streams.append(pieces, stream)
+        self._streams.append(pieces, gaps)
+        pack_differences(pieces, differences, self._streams)
         return EncodedChunk(Encoding.SPARSE, differences.size, b"".join(pieces))
 
     def _planes(self, encoding: Encoding, values: Array, changed: int) -> EncodedChunk:
@@ -132,6 +135,8 @@ class ChunkDecoder:
         reader = StreamReader(payload, self._decompressor)
         if encoding == Encoding.SPARSE:
             self._apply_sparse(elements, reader, changed, inverse)
+        elif encoding == Encoding.CONTEXTUAL:
+            apply_contextual(elements, reader, changed, inverse=inverse)
         elif encoding == Encoding.DENSE:
             differences = self._join(reader, elements)
             kernels.add_zigzag(elements, differences, inverse)
@@ -147,10 +152,7 @@ class ChunkDecoder:
         if not changed <= gaps_size <= changed + elements.size // 255:
             raise DamagedChunk(f"it has {gaps_size} gap bytes for {changed} changes")
         gaps = reader.next(gaps_size)
-        signs = reader.next((changed + 7) // 8)
-        planes = np.empty((elements.itemsize, changed), np.uint8)
-        for plane in planes:
-            plane[:] = reader.next(changed)
+        signs, planes = read_difference_planes(reader, changed, elements.itemsize)
         if kernels.apply_sparse(elements, gaps, signs, planes, inverse):
             raise DamagedChunk("its gaps lead outside the chunk, or do not fit the number of changes")
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 __all__ = ["LEVELS", "DamagedChunk", "EncodedChunk", "Encoding"]
 
 #: Compression levels by name, and the zstd level behind each.
-LEVELS = {"fast": 1, "max": 12}
+LEVELS = {"fast": 1, "max": 3}
 
 
 class Encoding(IntEnum):
@@ -17,6 +17,7 @@ class Encoding(IntEnum):
     SPARSE = 1
     DENSE = 2
     FULL = 3
+    CONTEXTUAL = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ backend; a local store never imports fsspec.
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
@@ -15,7 +16,7 @@ from deltastore.errors import UsageError
 from deltastore.storage.base import Backend, Buffer, ObjectInfo, close_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "open_backend"]
 
@@ -24,14 +25,19 @@ _REMOTE: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 _KNOWN: Final = "use a path, or a URL that starts with " + ", ".join(f"{s}://" for s in ("file", *_REMOTE))
 
 
-def open_backend(url: str, *, storage_options: Mapping[str, object] | None = None) -> Backend:
+def open_backend(
+    url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Backend:
     """Open the backend of a path or URL; nothing is read or made yet.
 
     ``storage_options`` go to the file system of a remote protocol: ``endpoint_url``, ``key``, ``secret``,
     ``token``, ``anon``, ``region`` and whatever else it takes, as text or as values; a nested option is a
     mapping, a JSON object, or dotted (``client_kwargs.verify=false``). What is not given comes from the
-    protocol's usual environment (``AWS_*``, ``FSSPEC_*``). Raises ``UsageError`` for a URL that cannot be
-    used.
+    protocol's usual environment (``AWS_*``, ``FSSPEC_*``). ``sleep`` waits between tries of a call that
+    failed for the moment, and may raise to give up. Raises ``UsageError`` for a URL that cannot be used.
     """
     if not url:
         raise UsageError("the store's URL is empty", hint=_KNOWN)
@@ -49,7 +55,7 @@ def open_backend(url: str, *, storage_options: Mapping[str, object] | None = Non
     from deltastore.storage.remote import open_fsspec  # noqa: PLC0415 - fsspec only where it is used
     from deltastore.storage.retry import RetryingBackend  # noqa: PLC0415
 
-    return RetryingBackend(open_fsspec(url, storage_options=storage_options or {}))
+    return RetryingBackend(open_fsspec(url, storage_options=storage_options or {}), sleep=sleep)
 
 
 def _open_local(root: Path, storage_options: Mapping[str, object] | None) -> Backend:

@@ -58,7 +58,7 @@ def test_the_reference_decodes_what_the_encoder_writes_at_every_level(
 ) -> None:
     width, old, new = pair
     encoded = ChunkEncoder(level).change(array(old), array(new), width=width)
-    assert (None if encoded is None else encoded.encoding) == reference.chosen_encoding(old, new, width)
+    assert (None if encoded is None else encoded.encoding) == reference.chosen_encoding(old, new, width, level)
     if encoded is None:
         assert old == new
         return
