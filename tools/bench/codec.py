@@ -158,9 +158,7 @@ def _targets(rows: list[Row], found: dict[str, float], kernel: float) -> Iterato
         yield Target("apply, fast, f32 all changed", 0.8, min(row["fast_apply_ratio"] for row in dense))
         yield Target("stored, fast, f32 all changed", 1.0, dense[0]["fast_stored_ratio"], at_most=True)
     if same:
-        yield Target(
-            "unchanged / two-stream read", 0.8, same[0]["fast_encode_gbps"] / found["two_stream_read"]
-        )
+        yield Target("unchanged / two-stream read", 0.8, same[0]["fast_encode_gbps"] / found["two_stream_read"])
     yield from _scaling(rows, found)
 
 

@@ -56,9 +56,7 @@ class Pair:
         return found / max(self.schema.elements, 1)
 
     @classmethod
-    def of(
-        cls, name: str, source: str, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
-    ) -> Pair:
+    def of(cls, name: str, source: str, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Pair:
         """Make a pair of two state dicts on the CPU."""
         schema = Schema(TensorSpec(key, _NAMES[value.dtype], tuple(value.shape)) for key, value in old.items())
         sides = [{key: tensor_bytes(value) for key, value in side.items()} for side in (old, new)]
@@ -98,9 +96,7 @@ def write_checkpoint(directory: Path, schema: Schema, content: Mapping[str, Byte
         names = ["model.safetensors"]
     else:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        index = ",".join(
-            f'"{spec.name}":"{name}"' for name, specs in zip(names, shards, strict=True) for spec in specs
-        )
+        index = ",".join(f'"{spec.name}":"{name}"' for name, specs in zip(names, shards, strict=True) for spec in specs)
         (directory / "model.safetensors.index.json").write_text(f'{{"weight_map":{{{index}}}}}')
     for name, specs in zip(names, shards, strict=True):
         with (directory / name).open("wb") as stream:

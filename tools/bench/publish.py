@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from deltastore import Writer
 
+from .alternation import Alternation
 from .limits import limits, limits_section
-from .pairs import as_tensors, repeated, write_checkpoint
+from .pairs import repeated, write_checkpoint
 from .report import Column, Report, Section, Target, percent, rate, ratio, text, times
 from .synthetic import make_pair, unchanged_pair
 from .timing import gigabytes, medians
@@ -20,13 +21,11 @@ from .yardstick import YardstickWriter
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from deltastore.writer import Published
-
     from .pairs import Pair
     from .report import Row
     from .settings import Settings
 
-__all__ = ["Alternation", "run"]
+__all__ = ["run"]
 
 _COLUMNS = (
     Column("data", "case", text),
@@ -43,26 +42,6 @@ _COLUMNS = (
     Column("advance", "advance", times),
 )
 _TILE = 256 << 20
-
-
-class Alternation:
-    """A writer that publishes the new snapshot and the old one in turn: a whole delta every time."""
-
-    def __init__(self, writer: Writer, pair: Pair) -> None:
-        self.writer = writer
-        self._states = as_tensors(pair.schema, pair.new), as_tensors(pair.schema, pair.old)
-        self._published: list[Published] = []
-
-    def publish(self) -> Published:
-        """Publish the snapshot that the last one was not, and wait for its commit."""
-        state = self._states[len(self._published) % 2]
-        self._published.append(self.writer.publish(state).result())
-        return self._published[-1]
-
-    @property
-    def last(self) -> Published:
-        """What was published last."""
-        return self._published[-1]
 
 
 def run(settings: Settings) -> Report:

@@ -96,7 +96,7 @@ def make_pair(kind: str, density: float, nbytes: int) -> Pair:
         if kind == "bf16 uniform":
             key = f"model.layers.{number}.weight"
             new[key] = _nudge(old[key], density, generator)
-    return Pair(f"{kind} {density:.1%}", "synthetic", *_parts(old, new))
+    return Pair.of(f"{kind} {density:.1%}", "synthetic", old, new)
 
 
 def unchanged_pair(nbytes: int) -> Pair:
@@ -104,11 +104,6 @@ def unchanged_pair(nbytes: int) -> Pair:
     pair = make_pair("bf16", 0.01, nbytes)
     same = {name: data.copy() for name, data in pair.old.items()}
     return Pair("bf16 unchanged", "synthetic", pair.schema, pair.old, same)
-
-
-def _parts(old: State, new: State) -> tuple[object, ...]:
-    pair = Pair.of("", "", old, new)
-    return pair.schema, pair.old, pair.new
 
 
 def _master(rows: int, generator: torch.Generator) -> torch.Tensor:

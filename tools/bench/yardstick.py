@@ -65,7 +65,7 @@ class YardstickWriter:
         return directory, stored
 
     def _finish(self, directory: Path, drafts: list[tuple[Path, list[str]]]) -> None:
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, (draft, names) in enumerate(drafts):
             path = directory / f"model-{number:05d}-of-{len(drafts):05d}.safetensors"
             draft.rename(path)
