@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import CorruptObject, DeltastoreError, ObjectNotFound, StoreNotFound, UnsupportedFormat
+from .errors import CorruptObject, DeltastoreError, StoreNotFound
 from .manifest import BASE_VERSION, MAX_MANIFEST_BYTES, MAX_PART_BYTES, manifest_key, parse_manifest
 from .part import PartIdentity, parse_part
 from .plan import check_link
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .storage import Backend
 
 __all__ = ["Problem", "Report", "check"]
+
+_MANIFEST_KEY = re.compile(r"manifests/(\d{10})\.json\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +94,31 @@ def _manifests(backend: Backend, report: Report, progress: Callable[[str, int, i
         raise StoreNotFound(
             f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`."
         )
+    # By what is there, not by counting up: a stray object may carry any number.
+    versions = sorted(int(found[1]) for key in keys if (found := _MANIFEST_KEY.match(key)))
     history: list[Manifest] = []
-    newest = max(keys)
-    version = BASE_VERSION
-    while manifest_key(version) <= newest:
+    expected = BASE_VERSION
+    for version in versions:
         key = manifest_key(version)
         report.objects += 1
+        if version > expected:
+            last = "" if version == expected + 1 else f" to {version - 1}"
+            hint = f"Version {expected}{last} is not there, but later ones are: restore it from a backup."
+            report.problems.append(Problem("missing-manifest", manifest_key(expected), hint))
+        expected = version + 1
         try:
             manifest = parse_manifest(backend.read(key, limit=MAX_MANIFEST_BYTES), version=version)
             if history and history[-1].version == version - 1:
                 check_link(history[-1], manifest)
             history.append(manifest)
-        except ObjectNotFound:
-            report.problems.append(Problem("missing-manifest", key, "Later versions exist: restore it from a backup."))
-        except (CorruptObject, UnsupportedFormat, DeltastoreError) as error:
+        except DeltastoreError as error:
             report.add(error, key)
-        version += 1
         if progress is not None:
-            progress("manifests", version, len(keys))
+            progress("manifests", len(history), len(versions))
     report.problems.extend(
         Problem("foreign-object", key, "Not a manifest of this format: remove it.")
-        for key in sorted(keys - {manifest_key(number) for number in range(version)})
+        for key in sorted(keys)
+        if not _MANIFEST_KEY.match(key)
     )
     return history
 

@@ -30,6 +30,7 @@ __all__ = [
     "MAX_METADATA_BYTES",
     "MAX_PART_BYTES",
     "MAX_SCHEMA_BYTES",
+    "MAX_STEP",
     "MAX_TABLE_BYTES",
     "MODEL",
     "Component",
@@ -54,6 +55,7 @@ FEATURES: frozenset[str] = frozenset()
 BASE_VERSION = 0
 LATEST_KEY = "LATEST"
 MAX_VERSION = 10**10 - 1
+MAX_STEP = 2**62
 
 MAX_MANIFEST_BYTES = 16 << 20
 #: The trainer's own fields, as JSON.
@@ -137,7 +139,7 @@ class Manifest(msgspec.Struct, frozen=True):
     parent_version: _Version | None = None
     parent_commit_id: _Identifier | None = None
     parent_snapshot_id: _Digest | None = None
-    step: Annotated[int, Meta(ge=-(2**62), le=2**62)] | None = None
+    step: Annotated[int, Meta(ge=-MAX_STEP, le=MAX_STEP)] | None = None
     metadata: dict[str, Scalar] = {}
     required_features: tuple[str, ...] = ()
     stream: StreamRecord | None = None
@@ -261,10 +263,9 @@ def _problem(manifest: Manifest, version: int) -> str | None:
             return "it changed more elements than there are"
         if component.digests is not None and not is_base:
             return "only version 0 has digest tables"
-        if any(not own.match(part.key) for part in component.parts):
-            return "it names a part of another attempt"
-        if len({part.key for part in component.parts}) != len(component.parts):
-            return "it names a part twice"
+        keys = [part.key for part in component.parts]
+        if any(not own.match(key) for key in keys) or len(set(keys)) != len(keys):
+            return "it names a part of another attempt, or one twice"
     return None
 
 

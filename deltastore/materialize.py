@@ -38,7 +38,7 @@ def write_all(descriptor: int, data: Any, offset: int) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the entries of a directory durable."""
+    """Make the entries of a directory durable; raises ``OSError``."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -120,4 +120,7 @@ class DirectoryWriter:
                 os.fsync(descriptor)
             except OSError as error:
                 raise disk_error(error, path) from error
-        sync_directory(self._directory)
+        try:
+            sync_directory(self._directory)
+        except OSError as error:
+            raise disk_error(error, self._directory) from error

@@ -17,6 +17,7 @@ from .errors import (
     BaseMismatch,
     CorruptObject,
     ObjectNotFound,
+    StorageError,
     StoreNotFound,
     StreamMismatch,
     UsageError,
@@ -199,8 +200,12 @@ class Store:
     def _hint(self) -> int:
         try:
             hint = parse_latest(self.backend.read(LATEST_KEY, limit=1024))
-        except (ObjectNotFound, CorruptObject):
+        except CorruptObject:
             return BASE_VERSION
+        except StorageError as error:
+            if error.transient:
+                raise
+            return BASE_VERSION  # absent, or something that is no hint: versions are found without it
         return hint.version if hint is not None and hint.stream_id == self.stream_id else BASE_VERSION
 
     def resolve(self, version: str | int) -> Manifest:

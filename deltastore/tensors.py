@@ -76,7 +76,12 @@ def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema
     """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     for name, value in pairs:
-        yield _input(_stream_name(name, schema), value)
+        if not isinstance(name, str):
+            raise PublishError(f"{name!r} is no tensor's name.", tensors=(str(name),))
+        try:
+            yield _input(_stream_name(name, schema), value)
+        except CorruptObject as error:  # a name or shape outside the format's limits
+            raise PublishError(str(error), tensors=(name,)) from error
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[TensorInput]:

@@ -20,6 +20,7 @@ import numpy as np
 from .attempt import Attempt
 from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
+from .codec import LEVELS
 from .codec.chunk import warm_up
 from .commit import commit, settle
 from .digest import DEFAULT_HASH
@@ -29,6 +30,7 @@ from .errors import (
     PublishError,
     StorageError,
     StoreNotFound,
+    UsageError,
     VersionConflict,
     WriterFenced,
 )
@@ -39,6 +41,7 @@ from .manifest import (
     LATEST_KEY,
     MAX_MANIFEST_BYTES,
     MAX_METADATA_BYTES,
+    MAX_STEP,
     MODEL,
     Component,
     LatestHint,
@@ -46,6 +49,7 @@ from .manifest import (
     encode_latest,
     encode_manifest,
     manifest_key,
+    parse_manifest,
 )
 from .patch import default_workers
 from .reader import store_at
@@ -137,6 +141,8 @@ class Writer:
         spool: str | Path | None = None,
         progress: Callable[[str, int, int], object] | None = None,
     ) -> None:
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
         self._backend = open_backend(str(url), storage_options=storage_options)
         self._workers = workers or default_workers()
         self._progress = progress
@@ -209,6 +215,7 @@ class Writer:
         self._settle()
         started = time.perf_counter()
         fields = _checked_metadata(metadata or {})
+        count = _checked_step(step)
         attempt = Attempt(
             self._backend,
             self._spool,
@@ -225,8 +232,10 @@ class Writer:
                 intake.take(named_tensors(tensors, self._schema), reusable=reusable)
             digests = intake.finish()
             parts = attempt.close_component()
-            manifest = self._manifest(attempt, digests, parts, intake, step=step, metadata=fields)
-            sent = _Sent(manifest, encode_manifest(manifest, hash_function=self.store.hash), attempt)
+            manifest = self._manifest(attempt, digests, parts, intake, step=count, metadata=fields)
+            data = encode_manifest(manifest, hash_function=self.store.hash)
+            parse_manifest(data, version=manifest.version)  # what no reader would take must not be committed
+            sent = _Sent(manifest, data, attempt)
             encoded = time.perf_counter()
         except BaseException:
             attempt.abandon()
@@ -397,7 +406,18 @@ def _checked_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
     try:
         size = len(msgspec.json.encode(fields))
     except UnicodeEncodeError as error:
-        raise PublishError(f"The metadata is not valid Unicode: {error}.") from error
+        raise PublishError(f"The metadata has text that is not Unicode: {error}.") from error
     if size > MAX_METADATA_BYTES:
         raise PublishError(f"The metadata is larger than {MAX_METADATA_BYTES} bytes.")
     return fields
+
+
+def _checked_step(step: object) -> int | None:
+    plain = step.item() if isinstance(step, np.generic) else step
+    if plain is None:
+        return None
+    if not isinstance(plain, int) or isinstance(plain, bool) or abs(plain) > MAX_STEP:
+        raise PublishError(
+            f"The step {step!r} is no whole number within 62 bits.", hint="Give the trainer's own count."
+        )
+    return plain

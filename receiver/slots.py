@@ -128,8 +128,9 @@ class Slots:
         """Write into the lock file who holds it and where it listens."""
         if self._lock is not None:
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "url": url}
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, msgspec.json.encode(owner) + b"\n", 0)
+            with suppress(OSError):  # for people only: a full disk must not keep a version from being served
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, msgspec.json.encode(owner) + b"\n", 0)
 
     def unlock(self) -> None:
         """Let another receiver work here."""

@@ -175,12 +175,15 @@ def test_a_part_of_another_stream_under_a_matching_manifest_is_refused(store, li
         put_part(store, two, 0, data.replace(two.stream_id.encode(), b"0" * 32))
 
 
-def test_a_part_that_comes_twice_or_not_at_all_is_refused(store, live, tmp_path):
+@pytest.mark.parametrize(
+    "parts",
+    [lambda two: [*two.model.parts, two.model.parts[0]], lambda two: two.model.parts[1:], lambda two: []],
+    ids=["twice", "missing", "none"],
+)
+def test_a_part_that_comes_twice_or_not_at_all_is_refused(parts, store, live, tmp_path):
     two = open_store(store).manifest(2)
     with refused(store, live, tmp_path):
-        rewrite(store, 2, components=with_parts(two, [*two.model.parts, two.model.parts[0]]))
-    with refused(store, live, tmp_path):
-        rewrite(store, 2, components=with_parts(two, two.model.parts[1:]))
+        rewrite(store, 2, components=with_parts(two, parts(two)))
 
 
 @pytest.mark.parametrize("seed", range(25))

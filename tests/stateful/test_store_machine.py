@@ -1,0 +1,273 @@
+"""Writers that fail in every way, readers at random versions: one history, each version its own bytes, for ever."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import training
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import deltastore.writer
+from deltastore import Writer, open_store
+from deltastore.errors import (
+    CommitInDoubt,
+    DeltastoreError,
+    PublishError,
+    StorageError,
+    VersionConflict,
+    WriterFenced,
+)
+from deltastore.fsck import check
+from deltastore.storage.local import LocalBackend
+from deltastore.testing import Effect, Fault, FaultyBackend
+
+NAMES = ("one", "two")
+
+
+class Trainer:
+    """A writer behind a faulty backend, and what it knows."""
+
+    def __init__(self, directory, base=None):
+        self.backend = FaultyBackend(LocalBackend(directory))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(deltastore.writer, "open_backend", lambda *_, **__: self.backend)
+            self.writer = Writer("here", base=base, workers=1)
+        self.lost = False
+        self.doubt = None
+        self.version = self.writer.version
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The model is a list of snapshots; everything else is asked of the store."""
+
+    def __init__(self):
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="machine-"))
+        self.store = self.root / "store"
+        self.history = []
+        self.manifests = {}
+        self.trainers = {}
+        self.seed = 0
+        self.restored = 0
+
+    @initialize(hash_name=st.sampled_from(["xxh3-128", "blake3"]))
+    def begin(self, hash_name):
+        self.history = [training.small_snapshot(0, elements=16)]
+        base = training.save(self.root / "base", self.history[0])
+        with Writer(self.store, base=base, hash_name=hash_name, workers=1):
+            pass
+
+    def snapshot(self, fresh=True):
+        """Return a new snapshot, like the newest one with a few changes, or that one itself."""
+        after = {name: tensor.clone() for name, tensor in self.history[-1].items()}
+        if fresh:
+            self.seed += 1
+            name = sorted(after)[self.seed % 3]
+            data = training.flat(after[name])
+            data[self.seed % len(data)] = (int(data[self.seed % len(data)]) + 1 + self.seed % 250) % 256
+        return after
+
+    def outcome(self, trainer, snapshot, act):
+        """Act, and put down in the model what must have become of it."""
+        expected_version = len(self.history)
+        behind = trainer.version != expected_version - 1
+        try:
+            act()
+        except VersionConflict:
+            assert behind
+            trainer.lost = True
+        except WriterFenced:
+            assert trainer.lost
+        except CommitInDoubt:
+            trainer.doubt = trainer.doubt or (trainer.version + 1, snapshot)
+        else:
+            assert not behind
+            self.history.append(snapshot)
+            trainer.version = expected_version
+        self.settle_doubts()
+
+    def settle_doubts(self):
+        """See which of the versions in doubt have landed after all."""
+        for trainer in self.trainers.values():
+            if trainer.doubt is not None and trainer.doubt[0] == len(self.history):
+                key = self.store / "manifests" / f"{len(self.history):010d}.json"
+                if key.exists():
+                    self.history.append(trainer.doubt[1])
+
+    @precondition(lambda self: self.history)
+    @rule(name=st.sampled_from(NAMES))
+    def open(self, name):
+        if name in self.trainers:
+            self.leave(name)
+        self.trainers[name] = Trainer(self.store)
+        assert self.trainers[name].version == len(self.history) - 1
+
+    def leave(self, name):
+        trainer = self.trainers.pop(name)
+        newest = len(self.history)
+        with suppress(CommitInDoubt):
+            trainer.writer.close()
+        if trainer.doubt is not None and trainer.doubt[0] == newest:
+            self.trainers[name] = trainer
+            self.settle_doubts()
+            del self.trainers[name]
+
+    @precondition(lambda self: self.trainers)
+    @rule(data=st.data())
+    def close(self, data):
+        self.leave(data.draw(st.sampled_from(sorted(self.trainers))))
+
+    @precondition(lambda self: self.trainers)
+    @rule(data=st.data())
+    def crash(self, data):
+        """Forget a writer as a kill would: nothing is settled, what is on its way may land or not."""
+        trainer = self.trainers.pop(data.draw(st.sampled_from(sorted(self.trainers))))
+        if data.draw(st.booleans()):
+            trainer.backend.land()
+            key = self.store / "manifests" / f"{len(self.history):010d}.json"
+            if trainer.doubt is not None and trainer.doubt[0] == len(self.history) and key.exists():
+                self.history.append(trainer.doubt[1])
+        trainer.writer._committer.shutdown()
+        trainer.writer._spool.close()
+
+    @precondition(lambda self: self.trainers)
+    @rule(
+        data=st.data(), fresh=st.integers(0, 9), fault=st.sampled_from([None, None, "part", "lost", "late", "before"])
+    )
+    def publish(self, data, fresh, fault):
+        trainer = self.trainers[data.draw(st.sampled_from(sorted(self.trainers)))]
+        backend = trainer.backend
+        snapshot = self.snapshot(fresh > 0)
+        if trainer.doubt is not None:
+            return self.settle(trainer)
+        if fault == "part" and fresh and not trainer.lost:
+            backend.add(Fault(operation="write", key_prefix="parts/"))
+            before = len(self.history)
+            with pytest.raises(StorageError):
+                trainer.writer.publish(snapshot).result()
+            assert len(self.history) == before
+            assert backend.remaining == 0
+            return None
+        if not trainer.lost:
+            if fault == "lost":
+                backend.add(Fault(operation="create", effect=Effect.AFTER))
+            elif fault == "before":
+                backend.add(Fault(operation="create"))
+            elif fault == "late":
+                backend.add(Fault(operation="create", effect=Effect.LATE))
+                # Refused for good, so that it stays in doubt.
+                for _ in range(2):
+                    backend.add(Fault(operation="read", key_prefix=f"manifests/{trainer.version + 1:010d}"))
+        self.outcome(trainer, snapshot, lambda: trainer.writer.publish(snapshot).result())
+        backend._left.clear()
+        return None
+
+    def settle(self, trainer):
+        """Publish while a version is in doubt: it is settled first."""
+        version, pending = trainer.doubt
+        newest = self.snapshot()
+        try:
+            trainer.writer.publish(newest).result()
+        except VersionConflict:
+            assert version < len(self.history)
+            assert training.differences(self.history[version], pending) or version < len(self.history)
+            trainer.lost, trainer.doubt = True, None
+            return
+        # Settled as ours, and the next one published after it.
+        if version == len(self.history):
+            self.history.append(pending)
+        assert training.differences(self.history[version], pending) == []
+        trainer.doubt = None
+        trainer.version = version + 1
+        assert trainer.writer.version == trainer.version
+        self.history.append(newest)
+
+    @precondition(lambda self: any(trainer.doubt for trainer in self.trainers.values()))
+    @rule()
+    def land(self):
+        """Let requests that were on their way arrive now."""
+        for trainer in self.trainers.values():
+            trainer.backend.land()
+        self.settle_doubts()
+
+    @precondition(lambda self: self.trainers)
+    @rule(data=st.data(), how=st.sampled_from(["missing", "unknown", "shape", "iterator", "metadata"]))
+    def publish_bad(self, data, how):
+        trainer = self.trainers[data.draw(st.sampled_from(sorted(self.trainers)))]
+        if trainer.lost or trainer.doubt is not None:
+            return
+        snapshot = self.snapshot()
+        name = data.draw(st.sampled_from(sorted(snapshot)))
+        metadata = {}
+        error = PublishError
+        if how == "missing":
+            del snapshot[name]
+        elif how == "unknown":
+            snapshot["x.weight"] = snapshot[name]
+        elif how == "shape":
+            snapshot[name] = snapshot[name].reshape(-1)[:-1]
+        elif how == "metadata":
+            metadata = {"list": []}
+        else:
+            error = ZeroDivisionError
+            snapshot = ((key, tensor) if key != name else 1 // 0 for key, tensor in list(snapshot.items()))
+        with pytest.raises(error):
+            trainer.writer.publish(snapshot, metadata=metadata)
+        assert trainer.writer.version == trainer.version
+
+    @precondition(lambda self: self.history)
+    @rule(data=st.data(), based=st.booleans())
+    def restore(self, data, based):
+        version = data.draw(st.integers(0, len(self.history) - 1))
+        base = None
+        if based:
+            held = data.draw(st.integers(0, len(self.history) - 1))
+            base = training.save(self.root / f"held{self.restored}", self.history[held], others=False)
+        self.restored += 1
+        target = self.root / f"restored{self.restored}"
+        open_store(self.store).restore(version, target, base=base, workers=1)
+        training.assert_holds(target, self.history[version], others=False)
+        shutil.rmtree(target)
+
+    @invariant()
+    def history_is_contiguous_and_never_changes(self):
+        if not self.history:
+            return
+        log = open_store(self.store).log()
+        assert [manifest.version for manifest in log] == list(range(len(self.history)))
+        for version in range(len(self.history)):
+            data = (self.store / "manifests" / f"{version:010d}.json").read_bytes()
+            assert self.manifests.setdefault(version, data) == data
+
+    def teardown(self):
+        try:
+            if self.history:
+                report = check(LocalBackend(self.store), read_data=True)
+                assert report.ok, report.problems
+                opened = open_store(self.store)
+                for version, snapshot in enumerate(self.history):
+                    opened.restore(version, self.root / f"final{version}", workers=1)
+                    training.assert_holds(self.root / f"final{version}", snapshot, others=False)
+        finally:
+            for name in list(self.trainers):
+                with suppress(DeltastoreError):
+                    self.trainers.pop(name).writer.close()
+            shutil.rmtree(self.root)
+
+
+THOROUGH = os.environ.get("DELTASTORE_THOROUGH") == "1"
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=200 if THOROUGH else 12,
+    stateful_step_count=30 if THOROUGH else 20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
