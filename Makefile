@@ -5,13 +5,19 @@ BIN    := $(VENV)/bin
 STORE  ?= local
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test fuzz check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m tools.demo --store $(STORE)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# At least this many random and damaged bytes through each of the decoders.
+FUZZ_BYTES ?= 10000000
+
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzzing.py --bytes $(FUZZ_BYTES)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,10 +12,12 @@ from .part import ChunkRow
 from .patch import Patch
 from .replay import replay
 from .snapshot import CHUNK_BYTES
+from .tensors import DeviceBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from .device import DeviceShadow
     from .digest import Hasher
     from .part import Part
     from .plan import Plan
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
     from .tensors import TensorBytes
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Positions = np.ndarray[Any, np.dtype[np.int32]]
 
-__all__ = ["Run", "Shadow"]
+__all__ = ["Run", "Shadow", "Version"]
 
 #: Consecutive chunks of one tensor to encode: its number in schema order, its bytes, first chunk, chunk after the last.
 Run = tuple[int, "TensorBytes", int, int]
+#: One chunk's new bytes: its tensor's number, its own, the bytes, and the elements that changed where that is known.
+Version = tuple[int, int, "Bytes", "Positions | None"]
 
 
 class Shadow:
@@ -43,6 +48,8 @@ class Shadow:
         self._level = level
         self._tensors = [np.empty(spec.nbytes, np.uint8) for spec in schema]
         self._local = threading.local()
+        self._device: DeviceShadow | None = None
+        self._device_lock = threading.Lock()
 
     def load(self, store: Store, plan: Plan, source: Source | None, spool: Spool, *, workers: int) -> None:
         """Fetch a plan's parts and fill the shadow with the version that it ends at."""
@@ -55,6 +62,8 @@ class Shadow:
         return self._tensors[self.schema.position(spec.name)][start:end]
 
     def _store(self, spec: TensorSpec, chunk: int, data: Bytes) -> None:
+        if self._device is not None:
+            self._device.follow(self.schema.position(spec.name), spec.chunk_range(chunk)[0], data)
         self._chunk(spec, chunk)[:] = data
 
     def encode(self, runs: Sequence[Run]) -> list[ChunkRow]:
@@ -64,20 +73,41 @@ class Shadow:
             local.encoder = ChunkEncoder(self._level)
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         rows = []
-        for position, content, first, end in runs:
+        for position, chunk, new, where in self._versions(runs, local.buffer):
             spec = self.schema.tensors[position]
-            old_tensor = self._tensors[position]
-            number = int(self.schema.first_chunk[position])
+            start, stop = spec.chunk_range(chunk)
+            old = self._tensors[position][start:stop]
+            if where is None:
+                encoded = local.encoder.change(old, new, width=spec.width)
+            else:
+                encoded = local.encoder.change_at(old, new, where, width=spec.width)
+            if encoded is not None:
+                old_digest = self.digests[int(self.schema.first_chunk[position]) + chunk].tobytes()
+                rows.append(ChunkRow(position, chunk, encoded, old_digest, self.hash.digest(new)))
+        return rows
+
+    def _versions(self, runs: Sequence[Run], buffer: Bytes) -> Iterator[Version]:
+        """Yield private copies: difference and digest are of the same bytes even if the trainer breaks its promise."""
+        device = self._device_shadow() if any(isinstance(run[1], DeviceBytes) for run in runs) else None
+        changes = device.compare(runs) if device is not None else []
+        for number, (position, content, first, end) in enumerate(runs):
+            if device is not None and isinstance(content, DeviceBytes):
+                yield from device.versions(runs[number], changes[number], buffer)
+                continue
+            spec = self.schema.tensors[position]
             for chunk in range(first, end):
                 start, stop = spec.chunk_range(chunk)
-                # A private copy: difference and digest are of the same bytes even if the trainer breaks its promise.
-                new = local.buffer[: stop - start]
+                new = buffer[: stop - start]
                 np.copyto(new, content(start, stop))
-                encoded = local.encoder.change(old_tensor[start:stop], new, width=spec.width)
-                if encoded is not None:
-                    old_digest = self.digests[number + chunk].tobytes()
-                    rows.append(ChunkRow(position, chunk, encoded, old_digest, self.hash.digest(new)))
-        return rows
+                yield position, chunk, new, None
+
+    def _device_shadow(self) -> DeviceShadow:
+        with self._device_lock:
+            if self._device is None:
+                from .device import DeviceShadow  # noqa: PLC0415 - torch is there: it made the tensors
+
+                self._device = DeviceShadow(self.schema, self._tensors)
+            return self._device
 
     def advance(self, parts: Sequence[Part], snapshot_id: str, *, workers: int) -> None:
         """Apply a committed version's own parts, hash-checked, so that the shadow holds exactly what readers will."""

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["TensorBytes", "TensorInput", "checkpoint_tensors", "is_tied_alias", "is_tied_partner", "named_tensors"]
+__all__ = [
+    "DeviceBytes",
+    "TensorBytes",
+    "TensorInput",
+    "checkpoint_tensors",
+    "is_tied_alias",
+    "is_tied_partner",
+    "named_tensors",
+]
 
 #: safetensors dtypes by the name that torch and NumPy (with ml_dtypes) give them.
 _DTYPES = {
@@ -62,6 +70,25 @@ class TensorBytes(Protocol):
     def __call__(self, start: int, end: int, /) -> Bytes:
         """Return bytes ``start`` to ``end`` in row-major order as uint8 on the CPU; may be a view."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """The bytes of a tensor that is not in the CPU's memory: a ``TensorBytes`` that also tells where they are.
+
+    ``flat``: a torch tensor, uint8, one-dimensional; ``ready``: the CUDA event after which its bytes are valid, or
+    ``None`` where there is no need to wait.
+    """
+
+    flat: Any
+    ready: Any
+
+    def __call__(self, start: int, end: int, /) -> Bytes:
+        """Copy bytes ``start`` to ``end`` to the CPU."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        content: Bytes = self.flat[start:end].cpu().numpy()
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +195,20 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     if flat.is_neg():
         flat = flat.resolve_neg()
     # A view where memory is contiguous; a copy on the tensor's own device where it is not.
+<<<<<<< HEAD
     flat = flat.contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
+=======
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = flat.view(torch.uint8)
+    if _on_host(flat):
+>>>>>>> h-gpu
         return dtype, shape, _view(flat.numpy())
+    # The trainer's own stream may still be writing; streams of other threads do not wait for it by themselves.
+    ready = torch.cuda.current_stream(flat.device).record_event() if flat.device.type == "cuda" else None
+    return dtype, shape, DeviceBytes(flat, ready)
 
-    def fetch(start: int, end: int, /) -> Bytes:
-        content: Bytes = flat[start:end].cpu().numpy()
-        return content
 
-    return dtype, shape, fetch
+def _on_host(flat: Any) -> bool:
+    return bool(flat.device.type == "cpu")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Positions = np.ndarray[Any, np.dtype[np.int32]]
 
 __all__ = ["ChunkDecoder", "ChunkEncoder", "warm_up"]
 
@@ -69,7 +70,7 @@ class ChunkEncoder:
         old_elements, new_elements = _elements(old, width), _elements(new, width)
         if self._contextual and width == 2:
             changed = kernels.count_changes(old_elements, new_elements)
-            if changed >= _CONTEXTUAL_FROM and changed * _CONTEXTUAL_SHARE <= new_elements.size:
+            if self._suits_contexts(changed, new_elements):
                 return encode_contextual(old_elements, new_elements, self._streams)
         limit = new_elements.size // _SPARSE_SHARE
         gaps_limit = limit + _SLACK + new_elements.size // 255 + 1
@@ -87,6 +88,29 @@ class ChunkEncoder:
         differences = np.empty_like(new_elements)
         kernels.zigzag(old_elements, new_elements, differences)
         return self._planes(Encoding.DENSE, differences, changed)
+
+    def change_at(self, old: Bytes, new: Bytes, positions: Positions, *, width: int) -> EncodedChunk | None:
+        """Do what ``change`` does, without looking for the changed elements: they are those at ``positions``.
+
+        ``positions``: int32, ascending. Whoever found them promises that all other elements are the same.
+        """
+        old_elements, new_elements = _elements(old, width), _elements(new, width)
+        contextual = self._contextual and width == 2 and self._suits_contexts(positions.size, new_elements)
+        if contextual or positions.size * _SPARSE_SHARE > new_elements.size:
+            return self.change(old, new, width=width)
+        if not positions.size:
+            return None
+        differences = new_elements[positions] - old_elements[positions]
+        if not differences.all():  # one of them changed back since it was found
+            return self.change(old, new, width=width)
+        positions = positions.view()
+        positions.flags.writeable = False
+        gaps = self._take_scratch(positions.size + new_elements.size // 255 + 1)
+        return self._sparse(gaps[: kernels.write_gaps(positions, gaps)], differences)
+
+    @staticmethod
+    def _suits_contexts(changed: int, elements: Array) -> bool:
+        return changed >= _CONTEXTUAL_FROM and changed * _CONTEXTUAL_SHARE <= elements.size
 
     def full(self, new: Bytes, *, width: int) -> EncodedChunk:
         """Encode a chunk by itself: uint8 of a multiple of ``width`` bytes, not empty."""

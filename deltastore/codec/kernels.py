@@ -15,16 +15,21 @@ lowest.
 Contexts (section 4.2): an element's *class* is its exponent, bits 7 to 14 of a 16-bit value. Elements of one class
 change about equally often, whatever their place, and of different classes very differently: a class's elements,
 counted among themselves, cost close to their entropy.
+
+Two steps, ``_changed_lanes`` and ``_lanes_of_class``, compare 32 elements at once in LLVM's own words. Where those do
+not compile, or ``DELTASTORE_PLAIN_KERNELS=1`` asks for it, loops with the same results stand in for them.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
+from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
 if TYPE_CHECKING:
@@ -39,6 +44,7 @@ __all__ = [
     "extract_sparse",
     "is_zero",
     "join_planes",
+    "list_changes",
     "list_events",
     "rank_changes",
     "read_rice",
@@ -46,19 +52,24 @@ __all__ = [
     "rice_parameter",
     "split_planes",
     "split_signs",
+    "write_gaps",
     "write_rice",
     "zigzag",
 ]
 
 _LANES = 32
 
-_jit = numba.njit(nogil=True, cache=True)
+_ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
+
+#: numba's cache on disk does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
+_jit = numba.njit(nogil=True, cache=not _ASKED_FOR_PLAIN)
+_jit_step = numba.njit(nogil=True)
 #: Typed as anything: inside kernels an intrinsic is called without the typing context that its definition takes.
 _intrinsic: Any = intrinsic
 
 
 @_intrinsic
-def _changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
+def _vector_changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
     """Compare 32 elements of two arrays from ``start``: a uint32 whose bit ``i`` is set where element ``i`` differs.
 
     One vector compare in LLVM's own terms, so that each machine uses the widest registers it has; numba's loop
@@ -79,6 +90,70 @@ def _changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", old_lanes, new_lanes), ir.IntType(_LANES))
 
     return types.uint32(old, new, start), generate
+
+
+@_intrinsic
+def _vector_lanes_of_class(_typing: Any, values: Any, start: Any, _wanted: Any) -> Any:
+    """Compare the class of 32 elements of a uint16 array from ``start``.
+
+    A uint32 whose bit ``i`` is set where it is ``wanted``.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(16), _LANES)
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        lanes = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer()))
+        lanes.align = 1
+        classes = builder.and_(lanes, ir.Constant(vector, [0x7F80] * _LANES))
+        wanted = builder.shl(builder.trunc(arguments[2], ir.IntType(16)), ir.Constant(ir.IntType(16), 7))
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), wanted, ir.Constant(ir.IntType(32), 0))
+        places = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+        everywhere = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), places)
+        return builder.bitcast(builder.icmp_unsigned("==", classes, everywhere), ir.IntType(_LANES))
+
+    return types.uint32(values, start, types.intp), generate
+
+
+@_jit_step
+def _plain_changed_lanes(old: Array, new: Array, start: int) -> Any:
+    """Do what ``_vector_changed_lanes`` does, an element at a time."""
+    mask = np.uint32(0)
+    for lane in range(_LANES):
+        mask = np.uint32(mask | (np.uint32(old[start + lane] != new[start + lane]) << np.uint32(lane)))
+    return mask
+
+
+@_jit_step
+def _plain_lanes_of_class(values: Array, start: int, wanted: int) -> Any:
+    """Do what ``_vector_lanes_of_class`` does, an element at a time."""
+    mask = np.uint32(0)
+    for lane in range(_LANES):
+        mask = np.uint32(mask | (np.uint32(((values[start + lane] >> 7) & 255) == wanted) << np.uint32(lane)))
+    return mask
+
+
+@_jit
+def _try_vectors(values: Array) -> Any:
+    """Use both vector steps on a uint16 array of 32 elements."""
+    return _vector_changed_lanes(values, values, 0) | _vector_lanes_of_class(values, 0, 0)
+
+
+def _vectors_compile() -> bool:
+    sample = np.zeros(_LANES, np.uint16)
+    sample.flags.writeable = False
+    try:
+        _try_vectors(sample)
+    except (NumbaError, RuntimeError):  # numba's own words, and those of LLVM's verifier and code generator
+        return False
+    return True
+
+
+_changed_lanes: Any
+_lanes_of_class: Any
+if _ASKED_FOR_PLAIN or not _vectors_compile():
+    _changed_lanes, _lanes_of_class = _plain_changed_lanes, _plain_lanes_of_class
+else:
+    _changed_lanes, _lanes_of_class = _vector_changed_lanes, _vector_lanes_of_class
 
 
 @_intrinsic
@@ -188,6 +263,38 @@ def extract_sparse(old: Array, new: Array, limit: int, gaps: Array, differences:
 
 
 @_jit
+def write_gaps(positions: Array, gaps: Array) -> int:
+    """Write the gap stream of ``positions`` (int32, ascending) and return its length.
+
+    ``gaps``: uint8 (positions + last position // 255 + 1,).
+    """
+    length = 0
+    following = 0
+    for j in range(positions.size):
+        length = _append_gap(gaps, length, positions[j] - following)
+        following = positions[j] + 1
+    return length
+
+
+@_jit
+def list_changes(old: Array, new: Array, positions: Array) -> int:
+    """Write where the elements differ and return how many do. ``positions``: int32 of the inputs' length."""
+    found = 0
+    whole = old.size - old.size % _LANES
+    for start in range(0, whole, _LANES):
+        mask = _changed_lanes(old, new, start)
+        while mask:
+            positions[found] = start + _lowest_bit(mask)
+            mask = np.uint32(mask & (mask - np.uint32(1)))
+            found += 1
+    for i in range(whole, old.size):
+        if old[i] != new[i]:
+            positions[found] = i
+            found += 1
+    return found
+
+
+@_jit
 def split_signs(differences: Array, signs: Array, magnitudes: Array) -> None:
     """Take differences apart: ``signs`` uint8, 1 where negative; ``magnitudes`` less one, of the differences' type."""
     top = differences.dtype.type(8 * differences.itemsize - 1)
@@ -275,28 +382,6 @@ def join_planes(out: Array, planes: Array) -> None:
 
 
 # Contexts
-
-
-@_intrinsic
-def _lanes_of_class(_typing: Any, values: Any, start: Any, _wanted: Any) -> Any:
-    """Compare the class of 32 elements of a uint16 array from ``start``.
-
-    A uint32 whose bit ``i`` is set where it is ``context``.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(ir.IntType(16), _LANES)
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        lanes = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer()))
-        lanes.align = 1
-        classes = builder.and_(lanes, ir.Constant(vector, [0x7F80] * _LANES))
-        wanted = builder.shl(builder.trunc(arguments[2], ir.IntType(16)), ir.Constant(ir.IntType(16), 7))
-        one = builder.insert_element(ir.Constant(vector, ir.Undefined), wanted, ir.Constant(ir.IntType(32), 0))
-        places = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
-        everywhere = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), places)
-        return builder.bitcast(builder.icmp_unsigned("==", classes, everywhere), ir.IntType(_LANES))
-
-    return types.uint32(values, start, types.intp), generate
 
 
 @_jit

@@ -1,0 +1,75 @@
+"""The kernels where the vector steps do not compile: other machine code, the same results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numba.core.errors import LoweringError
+
+from deltastore.codec import kernels
+
+ROOT = Path(__file__).parents[2]
+SELECTION = [
+    "tests/codec/test_kernels.py",
+    "-k",
+    "reference_lead or byte_for_byte or single_changed_element or escape_boundary or counted or stops_once",
+    "tests/codec/test_context.py::test_the_reference_decodes_what_the_encoder_writes_both_ways",
+]
+
+
+def test_the_kernel_tests_pass_on_plain_loops() -> None:
+    code = (
+        "import sys, pytest\n"
+        "from deltastore.codec import kernels\n"
+        "assert kernels._changed_lanes is kernels._plain_changed_lanes\n"
+        "assert kernels._lanes_of_class is kernels._plain_lanes_of_class\n"
+        "sys.exit(pytest.main(sys.argv[1:]))\n"
+    )
+    environment = {**os.environ, "DELTASTORE_PLAIN_KERNELS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *SELECTION],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+def test_this_machine_uses_vectors_unless_asked_otherwise() -> None:
+    if os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1":
+        pytest.skip("asked otherwise")
+    if not kernels._vectors_compile():
+        pytest.skip("the vector steps do not compile here")
+    assert kernels._changed_lanes is kernels._vector_changed_lanes
+    assert kernels._lanes_of_class is kernels._vector_lanes_of_class
+
+
+@pytest.mark.parametrize("error", [LoweringError("no such vector"), RuntimeError("LLVM IR parsing error")])
+def test_vectors_that_do_not_compile_are_found_out(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(_values: np.ndarray) -> int:
+        raise error
+
+    monkeypatch.setattr(kernels, "_try_vectors", fail)
+    assert not kernels._vectors_compile()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 255))
+def test_both_kinds_of_steps_make_the_same_masks(seed: int, wanted: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 65536, 32, np.uint16)
+    old[rng.random(32) < 0.5] = (wanted << 7) | int(rng.integers(0, 128)) | int(rng.integers(0, 2)) << 15
+    new = np.where(rng.random(32) < 0.5, old, old + 1).astype(np.uint16)
+    changed = sum(1 << i for i in range(32) if old[i] != new[i])
+    members = sum(1 << i for i in range(32) if old[i] >> 7 & 255 == wanted)
+    assert kernels._plain_changed_lanes(old, new, 0) == changed
+    assert kernels._plain_lanes_of_class(old, 0, wanted) == members
