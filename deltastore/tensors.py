@@ -195,15 +195,8 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     if flat.is_neg():
         flat = flat.resolve_neg()
     # A view where memory is contiguous; a copy on the tensor's own device where it is not.
-<<<<<<< HEAD
     flat = flat.contiguous().reshape(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
-=======
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    flat = flat.view(torch.uint8)
     if _on_host(flat):
->>>>>>> h-gpu
         return dtype, shape, _view(flat.numpy())
     # The trainer's own stream may still be writing; streams of other threads do not wait for it by themselves.
     ready = torch.cuda.current_stream(flat.device).record_event() if flat.device.type == "cuda" else None
