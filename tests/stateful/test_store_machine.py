@@ -28,7 +28,6 @@ from deltastore.fsck import check
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import Effect, Fault, FaultyBackend
 
-
 NAMES = ("one", "two")
 
 
