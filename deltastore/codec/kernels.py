@@ -203,7 +203,7 @@ def is_zero(raw: Array) -> bool:
     left = np.uint8(0)
     for i in range(whole, raw.size):
         left |= raw[i]
-    return left == 0
+    return bool(left == 0)
 
 
 @_jit
