@@ -129,8 +129,13 @@ class Damage:
         if isinstance(node, list) and node and chance.random() < 0.85:
             place = chance.randrange(len(node))
             kind = chance.randrange(6)
-            rest = node[:place] + node[place + 1 :]
-            return rest if kind == 0 else [*node, node[place]] if kind == 1 else [*rest, self.tree(node[place])]
+            if kind == 0:
+                return node[:place] + node[place + 1 :]
+            if kind == 1:
+                return [*node, node[place]]
+            if kind == 2:
+                return chance.sample(node, len(node))
+            return [*node[:place], self.tree(node[place]), *node[place + 1 :]]
         return self._leaf(node)
 
     def _leaf(self, node: Any) -> Any:
@@ -204,27 +209,56 @@ def _valid_chunk(damage: Damage, encoding: int) -> Chunk:
 
 def _framed(damage: Damage, chunk: Chunk) -> bytes:
     """Return random streams of the lengths that a chunk of this kind has: past the framing, into the kernels."""
-    elements, changed = len(chunk.start) // chunk.width, chunk.changed
-    head, sizes = b"", [elements] * chunk.width
+    elements, changed, chance = len(chunk.start) // chunk.width, chunk.changed, damage.random
+    head, streams = b"", [chance.randbytes(elements) for _ in range(chunk.width)]
+    if chunk.encoding in {SPARSE, CONTEXTUAL}:
+        streams = [chance.randbytes(size) for size in ((changed + 7) // 8, *[changed] * chunk.width)]
     if chunk.encoding == SPARSE:
-        gaps = changed + damage.random.randint(0, elements // 255)
-        head, sizes = struct.pack("<I", gaps), [gaps, (changed + 7) // 8, *[changed] * chunk.width]
+        largest = chance.choice((0, 1, 4, 255))
+        gaps = bytes(min(byte, largest) for byte in chance.randbytes(changed + chance.randint(0, elements // 255)))
+        head, streams = struct.pack("<I", len(gaps)), [gaps, *streams]
     elif chunk.encoding == CONTEXTUAL:
-        positions, crossings, crossed = (damage.random.randint(0, most) for most in (40, min(changed, 9), 9))
-        head = struct.pack("<IIIB", positions, crossings, crossed, damage.random.randint(0, 20))
-        sizes = [positions, crossed, crossings, (changed + 7) // 8, changed, changed]
-        numbers = [0] * 768
-        for count in (changed - changed // 2, changed // 2):
-            numbers[damage.random.choice((118, 119, 120, 121))] += count
-        for place in (damage.random.randrange(768) for _ in range(damage.random.randint(0, 5))):
-            numbers[place] = damage.random.choice((0, 1, 2, 5, 33, 37, 52))
-        head += reference.stored_stream(b"".join(reference.planes(numbers, 4)))
-    streams = [damage.random.randbytes(size) for size in sizes]
-    if chunk.encoding == SPARSE and damage.random.random() < 0.7:
-        streams[0] = bytes(min(byte, damage.random.choice((0, 1, 4))) for byte in streams[0])
-    return head + b"".join(
-        reference.stored_stream(stream, damage.random.choice((None, RAW, ZSTD))) for stream in streams
-    )
+        head, first = _random_contexts(damage, elements, changed)
+        streams = [*first, *streams]
+    return head + b"".join(_random_stream(damage, stream) for stream in streams)
+
+
+def _random_contexts(damage: Damage, elements: int, changed: int) -> tuple[bytes, list[bytes]]:
+    """Return a contextual chunk's head and its streams up to the crossings' classes: whole codes of any numbers."""
+    chance = damage.random
+    classes = [chance.choice((118, 119, 120, 121)) for _ in range(3)]
+    counts = [changed - changed // 2, changed // 2, 0]
+    table = [[0] * 256, [0] * 256, [0] * 256]
+    for c, count in zip(classes, counts, strict=True):
+        table[0][c] += count
+        if chance.random() < 0.3:
+            table[1][c], table[2][c] = chance.randint(0, 4), 32
+        table[2][c] |= chance.choice((0, 1, 3, 20))
+    if chance.random() < 0.3:
+        table[chance.randrange(3)][chance.randrange(256)] = damage.number(32)
+    most = chance.choice((0, 2, 2, elements))
+    bits = ""
+    for c in range(256):
+        events = min(table[1][c] if table[2][c] & 32 else table[0][c], elements)
+        bits += reference.rice([chance.randint(0, most) for _ in range(events)], min(table[2][c] & 31, 20))
+    crossed, k = chance.randint(0, changed + 1) if chance.random() < 0.7 else 0, chance.choice((0, 2, 20))
+    crossings = reference.bits_to_bytes(reference.rice([chance.randint(0, 2) for _ in range(crossed)], k))
+    positions = reference.bits_to_bytes(bits)
+    numbers = b"".join(reference.planes([number for row in table for number in row], 4))
+    head = struct.pack("<IIIB", len(positions), crossed, len(crossings), k)
+    return head, [numbers, positions, crossings, bytes(chance.choice(classes) for _ in range(crossed))]
+
+
+def _random_stream(damage: Damage, raw: bytes) -> bytes:
+    """Store a stream in one of the three ways; now and then as a frame that lies about its length."""
+    if damage.random.random() < 0.97 or not raw:
+        return reference.stored_stream(raw, damage.random.choice((None, RAW, ZSTD)))
+    frame = reference.zstd_frame(raw)
+    blocks = frame[zstandard.frame_header_size(frame) :]
+    declared = damage.random.choice((len(raw) - 1, len(raw) + 1, 1 << 24, damage.number(64)))
+    # Magic, descriptor (an 8-byte content size, not one segment), window descriptor, content size.
+    forged = struct.pack("<IBBQ", 0xFD2FB528, 0b1100_0000, 0x58, declared) + blocks
+    return struct.pack("<BI", ZSTD, len(forged)) + forged
 
 
 def _chunk_case(damage: Damage, encoding: int) -> Chunk:
@@ -334,10 +368,15 @@ def _part_case(damage: Damage) -> bytes:
     valid = _valid_part(damage)
     if kind == 1:
         return _with_header(damage, valid)
-    if kind == 2:  # only the columns and the payload: behind the header
+    if kind == 2:  # only numbers of the table: behind the header
         end = 8 + int.from_bytes(valid[:8], "little")
-        body = damage.damaged(valid[end:], valid)[: len(valid) - end]
-        return valid[:end] + body + bytes(len(valid) - end - len(body))
+        changed = bytearray(valid)
+        for _ in range(damage.random.randint(1, 3)):
+            # Four columns of u32 come first, of up to six rows.
+            at = end + 4 * damage.random.randrange(24)
+            if at + 4 <= len(valid):
+                struct.pack_into("<I", changed, at, damage.random.choice((0, 1, 2, 3, damage.number(32))))
+        return bytes(changed)
     return damage.damaged(valid, _valid_part(damage))
 
 

@@ -452,3 +452,67 @@ def test_nothing_of_this_is_imported_for_tensors_on_the_cpu(stores: list[Path], 
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+# What CUDA is asked for, where there is none: streams and events that write down what happens.
+
+
+class _Recorded:
+    """Stands in for a stream; ``log`` is shared."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"{self.name} done")
+
+    def __enter__(self) -> None:
+        self.log.append(f"in {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    written: list[str] = []
+    names = iter("abcdefgh")
+    plain = torch.empty
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: _Recorded(next(names), written))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+
+    def unpinned(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return plain(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    return written
+
+
+def test_a_chunk_is_handed_on_only_after_its_stream_and_while_the_next_is_on_its_way(log: list[str]) -> None:
+    content = DeviceBytes(torch.arange(90, dtype=torch.uint8), "event")
+    bus = Bus(torch.device("cuda", 0))
+    found = []
+    for chunk in bus.chunks(content, [(0, 30), (30, 60), (60, 90)]):
+        log.append("used")
+        found.append(chunk.tobytes())
+    assert b"".join(found) == bytes(range(90))
+    begin = ["{0} waits for event", "in {0}", "in {0}"]
+    a, b = ([line.format(name) for line in begin] for name in "ab")
+    assert log == [*a, *b, "a done", "used", *a, "b done", "used", "a done", "used"]
+
+
+def test_changed_elements_are_read_only_after_the_stream_that_found_them(log: list[str]) -> None:
+    bus = Bus(torch.device("cuda", 0))
+    with bus.computing(["one", None, "two"]):
+        positions, values = bus.fetch(torch.arange(3, dtype=torch.int32), torch.arange(3, dtype=torch.int16))
+    assert positions.view(np.int32).tolist() == values.view(np.int16).tolist() == [0, 1, 2]
+    assert log == ["a waits for one", "a waits for two", "in a", "in a", "in a", "a done"]
+
+
+def test_bytes_of_a_device_wait_for_the_stream_that_made_them(log: list[str]) -> None:
+    content = DeviceBytes(torch.arange(9, dtype=torch.uint8), _Recorded("the trainer", log))
+    assert content(2, 5).tolist() == [2, 3, 4]
+    assert log == ["the trainer done"]
