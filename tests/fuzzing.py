@@ -416,7 +416,9 @@ def _valid_manifest(damage: Damage) -> bytes:
     attempt, digest = "3" * 32, XXH3.of(b"x")
     version = chance.choice((0, 7))
     reference_to = lambda name: ObjectRef(part_key(version, attempt, name), 1000, digest)  # noqa: E731 - a maker
-    parts = tuple(PartRef(part_key(version, attempt, f"model-{i:05d}.safetensors"), 99, digest, 3) for i in range(2))
+    parts = tuple(
+        PartRef(part_key(version, attempt, f"model-{i:05d}.safetensors"), 99, digest, 3, i, i + 2) for i in range(2)
+    )
     component = Component(digest, 4096, 2048, 17, parts, version > 0, None if version else reference_to("t"))
     manifest = Manifest(
         format=1,

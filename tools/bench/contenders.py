@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltastore.checkpoint import chunk_runs, open_checkpoint
+from deltastore.checkpoint import open_checkpoint
 from deltastore.codec.chunk import ChunkEncoder
 from deltastore.digest import hasher
 from deltastore.interop.xor import XorDecoder, XorDelta, XorEncoder, checksum
@@ -21,14 +21,14 @@ from deltastore.manifest import MODEL
 from deltastore.materialize import write_all
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.patch import Patch
-from deltastore.snapshot import CHUNK_BYTES, snapshot_id
+from deltastore.snapshot import CHUNK_BYTES, chunk_batches, snapshot_id
 
 from .pairs import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from deltastore.snapshot import Digests, TensorSpec
+    from deltastore.snapshot import ChunkRun, Digests, TensorSpec
 
     from .crew import Crew
     from .pairs import Pair
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["Files", "Ours", "Yardstick"]
 
 _IDENTITY = PartIdentity("0" * 32, 1, "0" * 32, MODEL)
-_RUN = 4
 
 
 class Files:
@@ -78,28 +77,27 @@ class Ours:
 
     def encode(self) -> None:
         """Encode the whole pair."""
-        results = self._crew.map(self._encode_run, chunk_runs(self.pair.schema, run=_RUN))
+        results = self._crew.map(self._encode_batch, chunk_batches(self.pair.schema))
         self._rows = [row for rows in results for row in rows]
         self.stored_bytes = sum(len(row.encoded.payload) for row in self._rows)
 
-    def _encode_run(self, run: tuple[TensorSpec, int, int]) -> list[ChunkRow]:
+    def _encode_batch(self, batch: list[ChunkRun]) -> list[ChunkRow]:
         local = self._local
         if not hasattr(local, "encoder"):
             local.encoder = ChunkEncoder(self._level)
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
-        spec, first, end = run
-        old_tensor, new_tensor = self.pair.old[spec.name], self.pair.new[spec.name]
-        position = self.pair.schema.position(spec.name)
-        number = self.pair.schema.chunk_number(spec.name, 0)
         rows = []
-        for chunk in range(first, end):
-            start, stop = spec.chunk_range(chunk)
-            new = local.buffer[: stop - start]
-            np.copyto(new, new_tensor[start:stop])
-            encoded = local.encoder.change(old_tensor[start:stop], new, width=spec.width)
-            if encoded is not None:
-                before = self._before[number + chunk].tobytes()
-                rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(new)))
+        for run in batch:
+            old_tensor, new_tensor = self.pair.old[run.spec.name], self.pair.new[run.spec.name]
+            position = self.pair.schema.position(run.spec.name)
+            for chunk in range(run.first, run.end):
+                start, stop = run.spec.chunk_range(chunk)
+                new = local.buffer[: stop - start]
+                np.copyto(new, new_tensor[start:stop])
+                encoded = local.encoder.change(old_tensor[start:stop], new, width=run.spec.width)
+                if encoded is not None:
+                    before = self._before[run.number + chunk - run.first].tobytes()
+                    rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(new)))
         return rows
 
     def prepare(self) -> None:

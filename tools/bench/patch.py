@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltastore.replay import FETCHERS
 from deltastore.spool import TemporarySpool
 
 from .alternation import publish_chain
@@ -137,8 +139,9 @@ def _linked(home: Path, name: str, share: float, alone: float, threads: int, rou
     follower = Follower(home, threads=threads, bytes_per_second=plan.stored_bytes / (alone * share))
 
     def fetch() -> None:
-        with TemporarySpool(home) as spool:
-            follower.store.fetch(plan, spool)
+        parts = [part for step in plan.steps for part in step.parts]
+        with TemporarySpool(home) as spool, ThreadPoolExecutor(FETCHERS) as pool:
+            list(pool.map(lambda part: spool.fetch(follower.store.backend, part), parts))
 
     found = medians({"fetch": fetch, "together": follower.advance}, rounds=rounds)
     follower.close()
