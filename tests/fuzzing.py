@@ -417,7 +417,8 @@ def _valid_manifest(damage: Damage) -> bytes:
     version = chance.choice((0, 7))
     reference_to = lambda name: ObjectRef(part_key(version, attempt, name), 1000, digest)  # noqa: E731 - a maker
     parts = tuple(
-        PartRef(part_key(version, attempt, f"model-{i:05d}.safetensors"), 99, digest, 3, i, i + 2) for i in range(2)
+        PartRef(part_key(version, attempt, f"model-{i:05d}.safetensors"), 99, digest, 3, 3 * i, 3 * i + 2)
+        for i in range(2)
     )
     component = Component(digest, 4096, 2048, 17, parts, version > 0, None if version else reference_to("t"))
     manifest = Manifest(
@@ -581,6 +582,10 @@ DECODERS = (
 # Memory.
 
 
+class _TooMuchMemory(Exception):
+    pass
+
+
 class _memory_within:  # noqa: N801 - reads as the statement that it is
     """Fail if more than ``limit`` bytes are taken at once inside; counts only while tracemalloc traces."""
 
@@ -593,10 +598,11 @@ class _memory_within:  # noqa: N801 - reads as the statement that it is
             tracemalloc.reset_peak()
             self._before = tracemalloc.get_traced_memory()[0]
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if tracemalloc.is_tracing():
             taken = tracemalloc.get_traced_memory()[1] - self._before
-            assert taken <= self._limit, f"{taken} bytes taken, {self._limit} allowed"
+            if taken > self._limit:
+                raise _TooMuchMemory(f"{taken} bytes taken, {self._limit} allowed")
 
 
 # A run.
@@ -622,7 +628,10 @@ def fuzz(decoder: Decoder, wanted: int, *, seed: int) -> Outcome:
         number = seed * 10**9 + outcome.cases
         case = decoder.case(Damage(number))
         try:
-            accepted = decoder.attempt(case)
+            try:
+                accepted = decoder.attempt(case)
+            except _TooMuchMemory:
+                accepted = decoder.attempt(case)  # the first call of a kernel compiles it
         except Exception as error:
             raise AssertionError(f"{decoder.name}, seed {number}: {error!r} for {case!r}") from error
         outcome.cases += 1
