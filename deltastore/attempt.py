@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 from .errors import DeltastoreError
 from .manifest import MODEL, ObjectRef, PartRef, part_key
 from .part import PartIdentity, build_part, parse_part
+from .snapshot import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .digest import Hasher
     from .part import ChunkRow, Part
-    from .snapshot import Schema
     from .spool import Spool
     from .storage import Backend
 
 __all__ = ["Attempt"]
 
 #: A part is closed when its payload reaches this many bytes: with its table it stays well below the format's 64 MiB.
-_PART_BYTES = 32 << 20
+_PART_BYTES = 16 << 20
 #: A part is closed at this many rows too: tables of tiny tensors count.
 _PART_ROWS = 1 << 18
 _UPLOADERS = 4
@@ -39,6 +39,8 @@ class Attempt:
         self._spool = spool
         self._stream_id = stream_id
         self._hash = hash_function
+        self._component = MODEL
+        self._schema = Schema(())
         self._rows: list[ChunkRow] = []
         self._payload_bytes = 0
         self._parts: dict[str, list[PartRef]] = {}
@@ -49,26 +51,41 @@ class Attempt:
     def _identity(self, component: str) -> PartIdentity:
         return PartIdentity(self._stream_id, self.version, self.attempt_id, component)
 
-    def add(self, rows: Iterable[ChunkRow], component: str = MODEL) -> None:
-        """Append encoded chunks of a component; full parts leave for the store at once."""
+    def begin(self, component: str, schema: Schema) -> None:
+        """Say which component the next rows belong to."""
+        self._component, self._schema = component, schema
+        self._parts[component] = []
+
+    def add(self, rows: Iterable[ChunkRow]) -> None:
+        """Append encoded chunks of the component; full parts leave for the store at once."""
         for row in rows:
             self._rows.append(row)
             self._payload_bytes += len(row.encoded.payload)
             if self._payload_bytes >= _PART_BYTES or len(self._rows) >= _PART_ROWS:
-                self.close_component(component)
+                self._close_part()
 
-    def close_component(self, component: str = MODEL) -> tuple[PartRef, ...]:
-        """Close the open part, if any; returns all parts of the component. The next rows may be another component's."""
-        parts = self._parts.setdefault(component, [])
+    def end(self) -> tuple[PartRef, ...]:
+        """Close the component's open part, if any; returns all its parts."""
         if self._rows:
-            data = build_part(self._rows, self._identity(component), digest_size=self._hash.size)
-            name = f"{component}-{len(parts):05d}.safetensors"
-            reference = PartRef(self._key(name), len(data), self._hash.of(data), len(self._rows))
-            self._spool.put(data, reference.digest)
-            parts.append(reference)
-            self._uploads.append(self._pool.submit(self._upload, reference))
-            self._rows, self._payload_bytes = [], 0
-        return tuple(parts)
+            self._close_part()
+        return tuple(self._parts[self._component])
+
+    def _close_part(self) -> None:
+        parts = self._parts[self._component]
+        data = build_part(self._rows, self._identity(self._component), digest_size=self._hash.size)
+        numbers = [int(self._schema.first_chunk[row.tensor]) + row.chunk for row in self._rows]
+        reference = PartRef(
+            key=self._key(f"{self._component}-{len(parts):05d}.safetensors"),
+            size=len(data),
+            digest=self._hash.of(data),
+            chunks=len(numbers),
+            first=min(numbers),
+            last=max(numbers),
+        )
+        self._spool.put(data, reference.digest)
+        parts.append(reference)
+        self._uploads.append(self._pool.submit(self._upload, reference))
+        self._rows, self._payload_bytes = [], 0
 
     def _key(self, name: str) -> str:
         key = part_key(self.version, self.attempt_id, name)

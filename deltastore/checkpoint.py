@@ -17,7 +17,7 @@ import numpy as np
 
 from .container import Header, header_size, parse_header
 from .errors import CheckpointError, CorruptObject
-from .snapshot import CHUNK_BYTES, Schema, TensorSpec
+from .snapshot import ChunkRun, Schema, TensorSpec, chunk_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,19 +108,18 @@ class Checkpoint:
         """
         table = np.empty((self.schema.chunks, hash_function.size), np.uint8)
 
-        def hash_run(run: tuple[TensorSpec, int, int]) -> None:
-            spec, first, end = run
-            number = self.schema.chunk_number(spec.name, first)
-            data = self.tensor(spec.name)
-            for chunk in range(first, end):
-                start, stop = spec.chunk_range(chunk)
-                digest = hash_function.digest(data[start:stop])
-                table[number + chunk - first] = np.frombuffer(digest, np.uint8)
+        def hash_batch(batch: list[ChunkRun]) -> None:
+            for run in batch:
+                data = self.tensor(run.spec.name)
+                for chunk in range(run.first, run.end):
+                    start, stop = run.spec.chunk_range(chunk)
+                    digest = hash_function.digest(data[start:stop])
+                    table[run.number + chunk - run.first] = np.frombuffer(digest, np.uint8)
             if progress is not None:
-                progress(spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES)
+                progress(sum(run.nbytes for run in batch))
 
         with ThreadPoolExecutor(workers, thread_name_prefix="hash") as pool:
-            for _ in pool.map(hash_run, chunk_runs(self.schema)):
+            for _ in pool.map(hash_batch, chunk_batches(self.schema)):
                 pass
         return table
 
@@ -131,13 +130,6 @@ class Checkpoint:
             return path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
-
-
-def chunk_runs(schema: Schema, *, run: int = 16) -> Iterator[tuple[TensorSpec, int, int]]:
-    """Cut all tensors into runs of at most ``run`` chunks: (tensor, first chunk, chunk after the last)."""
-    for spec in schema:
-        for first in range(0, spec.chunks, run):
-            yield spec, first, min(first + run, spec.chunks)
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:

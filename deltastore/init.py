@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .attempt import Attempt
-from .checkpoint import Checkpoint, chunk_runs
 from .clock import now
 from .codec.chunk import ChunkEncoder
 from .commit import commit
@@ -33,13 +32,14 @@ from .manifest import (
 from .part import ChunkRow
 from .patch import default_workers, run_in_order
 from .reader import Store
-from .snapshot import CHUNK_BYTES, Schema, TensorSpec, snapshot_id
+from .snapshot import CHUNK_BYTES, ChunkRun, Schema, TensorSpec, chunk_batches, snapshot_id
 from .spool import TemporarySpool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from .checkpoint import Checkpoint
     from .manifest import ObjectRef
     from .storage import Backend
 
@@ -172,12 +172,14 @@ class _Anchor:
         """Add a component; ``store=False`` keeps only its digests."""
         digests = np.zeros((schema.chunks, self._hash.size), np.uint8)
 
-        def encode(run: tuple[TensorSpec, int, int]) -> tuple[int, list[ChunkRow]]:
-            return self._encode(schema, run, content, digests, store=store)
+        def encode(batch: list[ChunkRun]) -> tuple[int, list[ChunkRow]]:
+            rows = [self._encode(schema, run, content, digests, store=store) for run in batch]
+            return sum(run.nbytes for run in batch), [row for some in rows for row in some]
 
         done = 0
-        for size, rows in run_in_order(encode, chunk_runs(schema), workers=self._workers, name="encode"):
-            self._attempt.add(rows, name)
+        self._attempt.begin(name, schema)
+        for size, rows in run_in_order(encode, chunk_batches(schema), workers=self._workers, name="encode"):
+            self._attempt.add(rows)
             done += size
             if self._progress is not None and name == MODEL:
                 self._progress("base", done, schema.nbytes)
@@ -187,7 +189,7 @@ class _Anchor:
             snapshot_bytes=schema.nbytes,
             total_elements=schema.elements,
             changed_elements=schema.elements,
-            parts=self._attempt.close_component(name),
+            parts=self._attempt.end(),
             invertible=False,
             digests=self._put_table(name, digests),
         )
@@ -209,26 +211,27 @@ class _Anchor:
     def _encode(
         self,
         schema: Schema,
-        run: tuple[TensorSpec, int, int],
+        run: ChunkRun,
         content: Content,
         digests: np.ndarray[Any, np.dtype[np.uint8]],
         *,
         store: bool,
-    ) -> tuple[int, list[ChunkRow]]:
+    ) -> list[ChunkRow]:
         local = self._local
         if not hasattr(local, "encoder"):
             local.encoder = ChunkEncoder()
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
-        spec, first, end = run
-        position = schema.position(spec.name)
+        position = schema.position(run.spec.name)
         rows = []
-        for chunk in range(first, end):
-            data = content(spec, chunk)
+        for chunk in range(run.first, run.end):
+            number = run.number + chunk - run.first
+            data = content(run.spec, chunk)
             # A private copy: bytes and digest stay one even if somebody writes to the file meanwhile.
             buffer = local.buffer[: data.size]
             np.copyto(buffer, data)
             digest = self._hash.digest(buffer)
-            digests[int(schema.first_chunk[position]) + chunk] = np.frombuffer(digest, np.uint8)
+            digests[number] = np.frombuffer(digest, np.uint8)
             if store:
-                rows.append(ChunkRow(position, chunk, local.encoder.full(buffer, width=spec.width), b"", digest))
-        return spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES, rows
+                encoded = local.encoder.full(buffer, width=run.spec.width)
+                rows.append(ChunkRow(position, chunk, encoded, b"", digest))
+        return rows

@@ -89,12 +89,17 @@ class ObjectRef(msgspec.Struct, frozen=True):
 
 
 class PartRef(msgspec.Struct, frozen=True):
-    """A part: an ``ObjectRef`` that also tells how many encoded chunks it holds."""
+    """A part.
+
+    An ``ObjectRef`` that also tells how many encoded chunks it holds, and the first and last one's number.
+    """
 
     key: _Key
     size: Annotated[int, Meta(ge=1, le=MAX_PART_BYTES)]
     digest: _Digest
-    chunks: _Count
+    chunks: Annotated[int, Meta(ge=1, le=2**62)]
+    first: _Count
+    last: _Count
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -263,6 +268,8 @@ def _problem(manifest: Manifest, version: int) -> str | None:
             return "it changed more elements than there are"
         if component.digests is not None and not is_base:
             return "only version 0 has digest tables"
+        if any(not part.chunks <= part.last - part.first + 1 for part in component.parts):
+            return "it names a part with more chunks than its range has"
         keys = [part.key for part in component.parts]
         if any(not own.match(key) for key in keys) or len(set(keys)) != len(keys):
             return "it names a part of another attempt, or one twice"

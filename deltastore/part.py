@@ -7,7 +7,7 @@ chunks back to back (docs/format.md, section 5). Columns stay arrays: a part of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -52,8 +52,7 @@ class PartIdentity:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRow:
+class ChunkRow(NamedTuple):
     """One encoded chunk on its way into a part.
 
     ``tensor`` is the tensor's number in schema order; ``old_digest`` is empty where there is no old chunk (anchors).

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checkpoint import chunk_runs
 from .codec import DamagedChunk, Encoding
 from .codec.chunk import ChunkDecoder
 from .errors import BaseMismatch, CorruptObject
-from .snapshot import CHUNK_BYTES, snapshot_id
+from .snapshot import CHUNK_BYTES, ChunkRun, chunk_batches, snapshot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     Read = Callable[[TensorSpec, int], Bytes]
     Write = Callable[[TensorSpec, int, Bytes], object]
 
-__all__ = ["Patch", "default_workers", "run_in_order"]
+__all__ = ["Patch", "default_workers", "run_in_order", "seal"]
 
 
 def default_workers() -> int:
@@ -59,86 +58,131 @@ def run_in_order(function: Callable[[Any], Any], items: Iterator[Any], *, worker
         pool.shutdown(cancel_futures=True)
 
 
-class Patch:
-    """The parts of a plan, chained over the digests of all chunks.
+class _Work:
+    """What has to be applied to each chunk.
 
-    ``before``: digests of the source's chunks, uint8 of shape (chunks, digest size); ``None`` when the first part set
-    is an anchor. ``after``: those of the result. Add part sets in the plan's order, then ``seal`` and ``run``.
+    One row an encoded chunk, sorted by chunk number. Arrays, whatever their number.
     """
 
-    def __init__(self, schema: Schema, hash_function: Hasher, *, before: Digests | None) -> None:
+    __slots__ = ("_numbers", "_parts", "_places", "_rows")
+
+    def __init__(self, parts: list[tuple[Part, bool, slice]]) -> None:
+        self._parts = parts
+        counts = [rows.stop - rows.start for _, _, rows in parts]
+        numbers = np.concatenate([np.zeros(0, np.int64), *(part.numbers[rows] for part, _, rows in parts)])
+        order = np.argsort(numbers, kind="stable")
+        self._numbers = numbers[order]
+        self._places = np.repeat(np.arange(len(parts), dtype=np.int32), counts)[order]
+        ranges = [np.arange(rows.start, rows.stop, dtype=np.int32) for _, _, rows in parts]
+        self._rows = np.concatenate([np.zeros(0, np.int32), *ranges])[order]
+
+    def of(self, number: int) -> list[tuple[Part, bool, int]]:
+        """Return (part, inverse, row) for each step that touches a chunk, in the plan's order."""
+        first, end = np.searchsorted(self._numbers, (number, number + 1)).tolist()
+        hops = []
+        for position in range(first, end):
+            part, inverse, _ = self._parts[self._places[position]]
+            hops.append((part, inverse, int(self._rows[position])))
+        return hops
+
+    def touches(self, low: int, last: ChunkRun) -> bool:
+        """Tell whether anything has to be done from chunk ``low`` to the end of the run ``last``."""
+        first, end = np.searchsorted(self._numbers, (low, last.number + last.end - last.first)).tolist()
+        return bool(first < end)
+
+
+def seal(schema: Schema, hash_function: Hasher, after: Digests, expected: str, *, key: str | None) -> None:
+    """Raise ``CorruptObject`` unless chunk digests make the expected snapshot."""
+    found = snapshot_id(schema, after, hash_function)
+    if found != expected:
+        raise CorruptObject(
+            f"The parts lead to the snapshot {found}; the manifest promises {expected}.",
+            key=key,
+            hint="Run `deltastore check` on the store.",
+        )
+
+
+class Patch:
+    """Part sets chained over the digests of the chunks in one window of the schema.
+
+    ``before``: digests of the source's chunks, uint8 of shape (chunks, digest size); ``None`` when the first part set
+    is an anchor. ``after``: those of the result; given, the window's rows of it are written, so that several windows
+    share one. ``window``: the numbers of the chunks to build, all of them unless given. Add part sets in the plan's
+    order, ``seal`` the whole, and ``run``.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        hash_function: Hasher,
+        *,
+        before: Digests | None,
+        after: Digests | None = None,
+        window: range | None = None,
+    ) -> None:
         self._schema = schema
         self._hash = hash_function
         self._before = before
-        self._parts: list[tuple[Part, bool]] = []
-        # One row an encoded chunk, sorted by chunk number when sealed: numbers, places in _parts, rows there.
-        self._numbers = np.zeros(0, np.int64)
-        self._places = np.zeros(0, np.int32)
-        self._rows = np.zeros(0, np.int32)
-        self.after: Digests = (
-            before.copy() if before is not None else np.zeros((schema.chunks, hash_function.size), np.uint8)
-        )
+        self._window = window if window is not None else range(schema.chunks)
+        self._parts: list[tuple[Part, bool, slice]] = []
+        if after is None:
+            after = before.copy() if before is not None else np.zeros((schema.chunks, hash_function.size), np.uint8)
+        self.after: Digests = after
+
+    def _rows(self, part: Part) -> slice:
+        """Return which rows of a part lie in the window."""
+        low, high = np.searchsorted(part.numbers, (self._window.start, self._window.stop))
+        return slice(int(low), int(high))
 
     def add_anchor(self, parts: Sequence[Part]) -> None:
-        """Start from an anchor: full chunks that cover the whole snapshot."""
-        covered = np.zeros(self._schema.chunks, bool)
+        """Start from an anchor: full chunks that cover the whole window, each once."""
+        covered = np.zeros(len(self._window), bool)
         for part in parts:
-            if (part.encoding != Encoding.FULL).any():
+            rows = self._rows(part)
+            numbers = part.numbers[rows]
+            if (part.encoding[rows] != Encoding.FULL).any():
                 raise CorruptObject(f"{part.key} belongs to an anchor, but holds differences.", key=part.key)
-            if covered[part.numbers].any():
+            if covered[numbers - self._window.start].any():
                 raise CorruptObject(f"{part.key} holds a chunk that another part holds too.", key=part.key)
-            covered[part.numbers] = True
-            self.after[part.numbers] = part.new_digests
-            self._parts.append((part, False))
+            covered[numbers - self._window.start] = True
+            self.after[numbers] = part.new_digests[rows]
+            self._parts.append((part, False, rows))
         if not covered.all():
             key = parts[0].key if parts else None
             raise CorruptObject(f"The anchor lacks {int((~covered).sum())} chunks.", key=key)
 
     def add_delta(self, parts: Sequence[Part], *, inverse: bool = False) -> None:
         """Go on with the parts of one version; raises ``CorruptObject`` when one does not start where we stand."""
-        touched = np.zeros(self._schema.chunks, bool)
+        touched = np.zeros(len(self._window), bool)
         for part in parts:
-            if touched[part.numbers].any():
+            rows = self._rows(part)
+            numbers = part.numbers[rows]
+            if touched[numbers - self._window.start].any():
                 raise CorruptObject(f"{part.key} changes a chunk that another part changes too.", key=part.key)
-            touched[part.numbers] = True
-            start, end = part.old_digests, part.new_digests
+            touched[numbers - self._window.start] = True
+            start, end = part.old_digests[rows], part.new_digests[rows]
             if inverse:
                 start, end = end, start
-            differs = (self.after[part.numbers] != start).any(axis=1)
+            differs = (self.after[numbers] != start).any(axis=1)
             if differs.any():
-                name = self._schema.tensors[int(part.tensor[differs.argmax()])].name
+                name = self._schema.tensors[int(part.tensor[rows][differs.argmax()])].name
                 raise CorruptObject(
                     f"{part.key} does not continue from the version before it: {name!r} had other bytes.",
                     key=part.key,
                     hint="Run `deltastore check` on the store.",
                 )
-            self.after[part.numbers] = end
-            self._parts.append((part, inverse))
+            self.after[numbers] = end
+            self._parts.append((part, inverse, rows))
 
     def seal(self, expected_snapshot_id: str) -> None:
-        """Sort the work by chunk; raises ``CorruptObject`` unless the chained digests make the expected snapshot."""
-        found = snapshot_id(self._schema, self.after, self._hash)
-        if found != expected_snapshot_id:
-            key = self._parts[-1][0].key if self._parts else None
-            raise CorruptObject(
-                f"The parts lead to the snapshot {found}; the manifest promises {expected_snapshot_id}.",
-                key=key,
-                hint="Run `deltastore check` on the store.",
-            )
-
-        if self._parts:
-            numbers = np.concatenate([part.numbers for part, _ in self._parts])
-            order = np.argsort(numbers, kind="stable")
-            counts = [len(part) for part, _ in self._parts]
-            self._numbers = numbers[order]
-            self._places = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[order]
-            self._rows = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])[order]
-
-    def _work(self, number: int) -> Iterator[tuple[Part, bool, int]]:
-        first, end = np.searchsorted(self._numbers, (number, number + 1))
-        for position in range(int(first), int(end)):
-            part, inverse = self._parts[int(self._places[position])]
-            yield part, inverse, int(self._rows[position])
+        """Raise ``CorruptObject`` unless the chained digests, of all chunks, make the expected snapshot."""
+        seal(
+            self._schema,
+            self._hash,
+            self.after,
+            expected_snapshot_id,
+            key=self._parts[-1][0].key if self._parts else None,
+        )
 
     def run(
         self,
@@ -155,24 +199,28 @@ class Patch:
         ``write`` are called from several threads; ``write`` must be done with the array when it returns. ``progress``
         is told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before the first wrong byte is handed on.
         """
+        work = _Work(self._parts)
         local = threading.local()
 
-        def build_run(run: tuple[TensorSpec, int, int]) -> int:
+        def build_batch(batch: list[ChunkRun]) -> int:
             if not hasattr(local, "decoder"):
                 local.decoder = ChunkDecoder()
                 local.buffer = np.empty(CHUNK_BYTES, np.uint8)
-            spec, first, end = run
-            number = self._schema.chunk_number(spec.name, first)
-            for chunk in range(first, end):
-                work = list(self._work(number + chunk - first))
-                if everything or work:
-                    start, stop = spec.chunk_range(chunk)
-                    out = local.buffer[: stop - start]
-                    self._build(spec, chunk, number + chunk - first, work, read, out, local.decoder)
-                    write(spec, chunk, out)
-            return spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES
+            for run in batch:
+                for chunk in range(run.first, run.end):
+                    number = run.number + chunk - run.first
+                    hops = work.of(number)
+                    if everything or hops:
+                        start, stop = run.spec.chunk_range(chunk)
+                        out = local.buffer[: stop - start]
+                        self._build(run.spec, chunk, number, hops, read, out, local.decoder)
+                        write(run.spec, chunk, out)
+            return sum(run.nbytes for run in batch)
 
-        for done in run_in_order(build_run, chunk_runs(self._schema), workers=workers, name="patch"):
+        batches = chunk_batches(self._schema, low=self._window.start, high=self._window.stop)
+        if not everything:
+            batches = (batch for batch in batches if work.touches(batch[0].number, batch[-1]))
+        for done in run_in_order(build_batch, batches, workers=workers, name="patch"):
             if progress is not None:
                 progress(done)
 
@@ -181,7 +229,7 @@ class Patch:
         spec: TensorSpec,
         chunk: int,
         number: int,
-        work: list[tuple[Part, bool, int]],
+        hops: list[tuple[Part, bool, int]],
         read: Read,
         out: Bytes,
         decoder: ChunkDecoder,
@@ -190,7 +238,7 @@ class Patch:
             np.copyto(out, read(spec, chunk))
         key = None
         try:
-            for part, inverse, row in work:
+            for part, inverse, row in hops:
                 key = part.key
                 payload = part.chunk_payload(row)
                 decoder.apply(

@@ -47,11 +47,8 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint, Layout
     from .digest import Hasher
     from .manifest import Manifest, StreamRecord
-    from .part import Part
-    from .patch import Patch
-    from .plan import Plan, Step
+    from .plan import Plan
     from .snapshot import Digests
-    from .spool import Spool
     from .storage import Backend
 
 __all__ = ["Store", "open_store"]
@@ -60,7 +57,6 @@ __all__ = ["Store", "open_store"]
 _READERS = 16
 #: Manifests kept in memory: enough to follow and to plan, and no more after a million versions.
 _REMEMBERED = 4096
-_FETCHERS = 4
 
 
 class Store:
@@ -257,36 +253,6 @@ class Store:
         return make_plan(start, end, known)
 
     # Bytes
-
-    def fetch(
-        self, plan: Plan, spool: Spool, *, workers: int = _FETCHERS, progress: Callable[[int], object] | None = None
-    ) -> int:
-        """Bring all parts of a plan into a spool, verified; returns the bytes downloaded."""
-        parts = (part for step in plan.steps for part in step.parts)
-        return spool.fetch_all(self.backend, parts, workers=workers, progress=progress)
-
-    def patch(self, plan: Plan, spool: Spool, *, before: Digests | None) -> Patch:
-        """Chain the fetched parts of a plan, proven from the digests ``before`` to the plan's snapshot."""
-        from .patch import Patch  # noqa: PLC0415 - brings numba, which `log` and `show` do without
-
-        patch = Patch(self.schema(), self.hash, before=None if plan.from_anchor else before)
-        for step in plan.steps:
-            parts = self._parts(step, spool)
-            if step.kind == "anchor":
-                patch.add_anchor(parts)
-            else:
-                patch.add_delta(parts, inverse=step.kind == "inverse")
-        patch.seal(plan.snapshot_id)
-        return patch
-
-    def _parts(self, step: Step, spool: Spool) -> list[Part]:
-        from .part import PartIdentity, parse_part  # noqa: PLC0415 - only where parts are read
-
-        identity = PartIdentity(self.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
-        return [
-            parse_part(spool.open(reference), identity, self.schema(), self.hash, key=reference.key)
-            for reference in step.parts
-        ]
 
     def base_files(self, component: str) -> dict[str, bytes]:
         """Return the base's other files (``files``) or its weight files' headers (``headers``), by relative name."""

@@ -12,6 +12,7 @@ from .manifest import FILES
 from .materialize import DirectoryWriter, sync_directory, write_file
 from .patch import default_workers
 from .reader import check_schema
+from .replay import Replayed, counter, replay
 from .snapshot import snapshot_id
 from .spool import Spool, disk_error
 
@@ -41,19 +42,6 @@ class Source:
         self.digests = digests
 
 
-def _counter(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
-    if progress is None:
-        return None
-    done = 0
-
-    def advance(more: int) -> None:
-        nonlocal done
-        done += more
-        progress(what, done, total)
-
-    return advance
-
-
 def identify(store: Store, directory: str | Path, *, workers: int, progress: Progress | None = None) -> Source:
     """Open a checkpoint and find out, by hashing all of it, which version of the stream it holds.
 
@@ -62,7 +50,7 @@ def identify(store: Store, directory: str | Path, *, workers: int, progress: Pro
     checkpoint = open_checkpoint(directory)
     check_schema(store.schema(), checkpoint)
     digests = checkpoint.digests(
-        store.hash, workers=workers, progress=_counter(progress, "verify", checkpoint.schema.nbytes)
+        store.hash, workers=workers, progress=counter(progress, "verify", checkpoint.schema.nbytes)
     )
     found = snapshot_id(checkpoint.schema, digests, store.hash)
     if found == store.base.snapshot_id:
@@ -83,13 +71,12 @@ def build_checkpoint(
     spool: Spool,
     workers: int,
     progress: Progress | None = None,
-) -> Digests:
-    """Write the version that a fetched plan ends at into an empty ``directory``, durably; returns its chunk digests.
+) -> Replayed:
+    """Fetch a plan's parts into ``spool``, and write the version that it ends at into an empty ``directory``, durably.
 
     With a source the directory takes its files' layout and its other files, else those that the store keeps of the
     base. Every chunk is hash-checked before it is written.
     """
-    patch = store.patch(plan, spool, before=source.digests if source else None)
     read: Read
     layout = source.checkpoint.layout if source else store.layout()
     if source:
@@ -106,15 +93,18 @@ def build_checkpoint(
     except OSError as error:
         raise disk_error(error, directory) from error
     with DirectoryWriter(directory, layout) as writer:
-        patch.run(
-            read,
-            writer.write,
-            everything=True,
+        replayed = replay(
+            store,
+            plan,
+            spool,
+            before=source.digests if source else None,
+            read=read,
+            write=writer.write,
             workers=workers,
-            progress=_counter(progress, "patch", store.schema().nbytes),
+            progress=progress,
         )
         writer.sync()
-    return patch.after
+    return replayed
 
 
 def _nothing(*_: object) -> NoReturn:
@@ -147,7 +137,6 @@ def restore(
     try:
         _make_directory(draft)
         spool = Spool(spool_directory)
-        store.fetch(plan, spool, progress=_counter(progress, "fetch", plan.stored_bytes))
         build_checkpoint(store, plan, source, draft, spool=spool, workers=threads, progress=progress)
         try:
             draft.replace(directory)

@@ -10,6 +10,7 @@ import numpy as np
 from .codec.chunk import ChunkEncoder
 from .part import ChunkRow
 from .patch import Patch
+from .replay import replay
 from .snapshot import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -44,11 +45,10 @@ class Shadow:
         self._local = threading.local()
 
     def load(self, store: Store, plan: Plan, source: Source | None, spool: Spool, *, workers: int) -> None:
-        """Fill the shadow with the version that a fetched plan ends at."""
-        patch = store.patch(plan, spool, before=source.digests if source else None)
+        """Fetch a plan's parts and fill the shadow with the version that it ends at."""
+        before = source.digests if source else None
         read = source.checkpoint.chunk if source else self._chunk
-        patch.run(read, self._store, everything=True, workers=workers)
-        self.digests = patch.after
+        self.digests = replay(store, plan, spool, before=before, read=read, write=self._store, workers=workers).digests
 
     def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
         start, end = spec.chunk_range(chunk)

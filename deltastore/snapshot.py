@@ -7,6 +7,7 @@ bytes alone: not on how files are split, nor on any option of the writer. docs/f
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,24 @@ if TYPE_CHECKING:
     from .digest import Hasher
     from .storage.base import Buffer
 
-__all__ = ["CHUNK_BYTES", "DTYPES", "Digests", "Dtype", "Schema", "TensorSpec", "snapshot_id", "tensor_digests"]
+__all__ = [
+    "CHUNK_BYTES",
+    "DTYPES",
+    "ChunkRun",
+    "Digests",
+    "Dtype",
+    "Schema",
+    "TensorSpec",
+    "chunk_batches",
+    "snapshot_id",
+    "tensor_digests",
+]
 
 #: The chunk grid of format version 1, in bytes; the last chunk of a tensor may be shorter.
 CHUNK_BYTES = 1 << 21
 
+_BATCH_RUNS = 256
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_NAME_BYTES = 1024
 MAX_RANK = 64
 MAX_TENSOR_BYTES = 1 << 48
@@ -123,8 +137,26 @@ def _check_name(name: str) -> None:
         encoded = name.encode()
     except UnicodeEncodeError:
         raise CorruptObject(f"The tensor name {name!r} is not valid Unicode.", key=name) from None
-    if not 0 < len(encoded) <= MAX_NAME_BYTES or any(ord(char) < 32 or ord(char) == 127 for char in name):
+    if not 0 < len(encoded) <= MAX_NAME_BYTES or _CONTROL.search(name):
         raise CorruptObject(f"The tensor name {name[:80]!r} is empty, too long, or has control characters.", key=name)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """Consecutive chunks of one tensor.
+
+    Chunks ``first`` to ``end`` (exclusive); ``number`` is the first one's in schema order.
+    """
+
+    spec: TensorSpec
+    number: int
+    first: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these chunks together."""
+        return self.spec.chunk_range(self.end - 1)[1] - self.first * CHUNK_BYTES
 
 
 class _TensorRow(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -174,6 +206,11 @@ class Schema:
 
     def __hash__(self) -> int:
         return hash(self.tensors)
+
+    def get(self, name: str) -> TensorSpec | None:
+        """Return a tensor's spec, or ``None`` for an unknown name."""
+        position = self._positions.get(name)
+        return None if position is None else self.tensors[position]
 
     def position(self, name: str) -> int:
         """Return a tensor's number in schema order; raises ``KeyError`` for an unknown name."""
@@ -233,6 +270,36 @@ class Schema:
                 lines.append(f"{spec.name} is {found.dtype}{list(found.shape)} instead of {wanted}")
         lines.extend(f"{spec.name} is unknown" for spec in other.tensors if spec.name not in self)
         return lines
+
+
+def chunk_batches(
+    schema: Schema, *, low: int = 0, high: int | None = None, batch_bytes: int = 8 << 20
+) -> Iterator[list[ChunkRun]]:
+    """Cut chunks ``low`` to ``high`` (exclusive) into batches of about ``batch_bytes``, in schema order.
+
+    A batch is a thread's share of work: a piece of a large tensor, or a few hundred tiny ones.
+    """
+    most = max(1, batch_bytes // CHUNK_BYTES)
+    stop = schema.chunks if high is None else high
+    batch: list[ChunkRun] = []
+    size = 0
+    position = int(np.searchsorted(schema.first_chunk, low, side="right")) - 1
+    number = low
+    while number < stop:
+        spec, begin = schema.tensors[position], int(schema.first_chunk[position])
+        end = min(begin + spec.chunks, stop, number + most)
+        if end > number:
+            run = ChunkRun(spec, number, number - begin, end - begin)
+            batch.append(run)
+            size += run.nbytes
+            number = end
+        if number >= begin + spec.chunks:
+            position += 1
+        if size >= batch_bytes or len(batch) >= _BATCH_RUNS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def tensor_digests(schema: Schema, chunk_digests: Digests, hash_function: Hasher) -> list[bytes]:

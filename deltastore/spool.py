@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from .errors import CorruptObject, DiskFull, StorageError
 from .manifest import MAX_PART_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -110,28 +108,6 @@ class Spool:
             return 0
         self.put(read_object(backend, reference, limit=MAX_PART_BYTES), reference.digest)
         return reference.size
-
-    def fetch_all(
-        self,
-        backend: Backend,
-        references: Iterable[PartRef],
-        *,
-        workers: int,
-        progress: Callable[[int], object] | None = None,
-    ) -> int:
-        """Fetch parts in parallel; returns the bytes downloaded. ``progress`` is told each part's size."""
-
-        def fetch(reference: PartRef) -> int:
-            downloaded = self.fetch(backend, reference)
-            if progress is not None:
-                progress(reference.size)
-            return downloaded
-
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="fetch")
-        try:
-            return sum(pool.map(fetch, references))
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def remove(self, reference: PartRef) -> None:
         """Forget one part."""

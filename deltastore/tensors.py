@@ -74,12 +74,18 @@ class TensorInput:
 
 def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema: Schema) -> Iterator[TensorInput]:
     """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
-    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if isinstance(tensors, Mapping):
+        # In schema order a part holds one stretch of chunks, and a receiver can begin before the last part is there.
+        pairs: Iterable[tuple[str, Any]] = sorted(
+            tensors.items(), key=lambda pair: _stream_name(str(pair[0]), schema).encode("utf-8", "replace")
+        )
+    else:
+        pairs = tensors
     for name, value in pairs:
         if not isinstance(name, str):
             raise PublishError(f"{name!r} is no tensor's name.", tensors=(str(name),))
         try:
-            yield _input(_stream_name(name, schema), value)
+            yield _input(_stream_name(name, schema), value, schema)
         except CorruptObject as error:  # a name or shape outside the format's limits
             raise PublishError(str(error), tensors=(name,)) from error
 
@@ -113,7 +119,7 @@ def _view(data: Bytes) -> TensorBytes:
     return lambda start, end: data[start:end]
 
 
-def _input(name: str, value: Any) -> TensorInput:
+def _input(name: str, value: Any, schema: Schema) -> TensorInput:
     if isinstance(value, np.ndarray):
         dtype, shape = value.dtype.name, value.shape
         if value.dtype.byteorder == ">":
@@ -135,6 +141,9 @@ def _input(name: str, value: Any) -> TensorInput:
         raise PublishError(f"{name} has the dtype {dtype}, which safetensors does not know.", tensors=(name,))
     if known == "F4" and shape:  # torch counts pairs, safetensors single values
         shape = (*shape[:-1], 2 * shape[-1])
+    wanted = schema.get(name)
+    if wanted is not None and (wanted.dtype, wanted.shape) == (known, shape):
+        return TensorInput(wanted, content)
     try:
         spec = TensorSpec(name, known, tuple(int(size) for size in shape))
     except CorruptObject as error:
@@ -153,10 +162,13 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
     if not value.numel():
         return dtype, shape, _view(_EMPTY)
+    flat = value.detach()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj())
+    if flat.is_neg():
+        flat = flat.resolve_neg()
     # A view where memory is contiguous; a copy on the tensor's own device where it is not.
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    flat = flat.view(torch.uint8)
+    flat = flat.contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         return dtype, shape, _view(flat.numpy())
 

@@ -180,7 +180,6 @@ class Writer:
         if base is not None:
             source = identify(self.store, base, workers=self._workers, progress=self._progress)
         plan = self.store.plan(source.version if source else None, self._head.version)
-        self.store.fetch(plan, self._spool)
         self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
@@ -224,6 +223,7 @@ class Writer:
             hash_function=self.store.hash,
         )
         try:
+            attempt.begin(MODEL, self._schema)
             intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
             if isinstance(tensors, Checkpoint):
                 intake.take(checkpoint_tensors(tensors), reusable=True)
@@ -231,7 +231,7 @@ class Writer:
                 reusable = isinstance(tensors, Mapping)
                 intake.take(named_tensors(tensors, self._schema), reusable=reusable)
             digests = intake.finish()
-            parts = attempt.close_component()
+            parts = attempt.end()
             manifest = self._manifest(attempt, digests, parts, intake, step=count, metadata=fields)
             data = encode_manifest(manifest, hash_function=self.store.hash)
             parse_manifest(data, version=manifest.version)  # what no reader would take must not be committed

@@ -39,7 +39,6 @@ __all__ = ["Options", "Receiver", "Stopped"]
 
 _log = logging.getLogger("receiver")
 
-_FETCHERS = 4
 _LONGEST_PAUSE = 60.0
 
 
@@ -166,7 +165,6 @@ class Receiver:
             self._slots,
             base=self._options.base,
             workers=self._options.workers or default_workers(),
-            fetchers=_FETCHERS,
             progress=self._progress,
         )
         self._status.stream_id = store.stream_id

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from deltastore.codec.chunk import warm_up
 from deltastore.errors import CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
 from deltastore.manifest import manifest_key
+from deltastore.replay import counter
 from deltastore.restore import Source, build_checkpoint, identify
 from deltastore.spool import Spool
 
@@ -53,14 +54,12 @@ class Patcher:
         *,
         base: Path | None = None,
         workers: int,
-        fetchers: int,
         progress: Progress | None = None,
     ) -> None:
         self._store = store
         self._slots = slots
         self._base = base
         self._workers = workers
-        self._fetchers = fetchers
         self._progress = progress
         self._source: Source | None = None
         warm_up(spec.width for spec in store.schema())
@@ -75,7 +74,9 @@ class Patcher:
         live = self._slots.live()
         if live is not None:
             self._check_history(live)
-            self._source = self._slots.source(live, workers=self._workers, progress=self._counter("verify", live))
+            total = sum(file.size for file in live.record.files)
+            verifying = counter(self._progress, "verify", total)
+            self._source = self._slots.source(live, workers=self._workers, progress=verifying)
             return live
         self._slots.forget()
         if not self._slots.link.exists():
@@ -88,18 +89,6 @@ class Patcher:
         source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
         self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
         return self.adopt()
-
-    def _counter(self, what: str, live: LiveSlot) -> Callable[[int], None] | None:
-        if self._progress is None:
-            return None
-        progress, total, done = self._progress, sum(file.size for file in live.record.files), 0
-
-        def advance(more: int) -> None:
-            nonlocal done
-            done += more
-            progress(what, done, total)
-
-        return advance
 
     def _check_history(self, live: LiveSlot) -> None:
         record = live.record
@@ -133,15 +122,11 @@ class Patcher:
         plan = self._store.plan(start, target.version)
         verified = time.perf_counter()
         spool = Spool(self._slots.parts)
-        fetched_bytes = self._store.fetch(
-            plan, spool, workers=self._fetchers, progress=self._fetch_counter(plan.stored_bytes)
-        )
-        fetched = time.perf_counter()
         name, directory = self._slots.prepare()
-        digests = build_checkpoint(
+        replayed = build_checkpoint(
             self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
         )
-        self._slots.finish(name, target, digests, self._store.hash)
+        self._slots.finish(name, target, replayed.digests, self._store.hash)
         patched = time.perf_counter()
         self._slots.swap(name)
         live = self._slots.live()
@@ -153,27 +138,15 @@ class Patcher:
         return Patched(
             start=start,
             end=target.version,
-            fetched_bytes=fetched_bytes,
+            fetched_bytes=replayed.fetched_bytes,
             stored_bytes=plan.stored_bytes,
             stages={
                 "verify": verified - started,
-                "fetch": fetched - verified,
-                "patch": patched - fetched,
+                "fetch": replayed.fetch_seconds,
+                "patch": patched - verified,
                 "swap": swapped - patched,
             },
         )
-
-    def _fetch_counter(self, total: int) -> Callable[[int], None] | None:
-        if self._progress is None:
-            return None
-        progress, done = self._progress, 0
-
-        def advance(more: int) -> None:
-            nonlocal done
-            done += more
-            progress("fetch", done, total)
-
-        return advance
 
     def _first_source(self) -> Source | None:
         """Return the base to start from on a host that has nothing under the checkpoint's path."""

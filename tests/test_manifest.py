@@ -38,7 +38,7 @@ def reference_to(version: int, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def part_of(version: int, **changes: Any) -> dict[str, Any]:
-    return {**reference_to(version, "model-00000.safetensors"), "chunks": 3, **changes}
+    return {**reference_to(version, "model-00000.safetensors"), "chunks": 3, "first": 1, "last": 9, **changes}
 
 
 def delta(**changes: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_every_field_arrives() -> None:
                 4096,
                 2048,
                 17,
-                (PartRef(f"parts/0000000007/{ATTEMPT}/model-00000.safetensors", 1000, DIGEST, 3),),
+                (PartRef(f"parts/0000000007/{ATTEMPT}/model-00000.safetensors", 1000, DIGEST, 3, 1, 9),),
                 True,
             )
         },
@@ -426,7 +426,9 @@ def manifests(draw: st.DrawFn) -> tuple[Manifest, str]:
             part_key(version, attempt, f"model-{i:05d}.safetensors"),
             draw(st.integers(1, 64 << 20)),
             draw(digests),
-            draw(counts),
+            chunks := draw(st.integers(1, 2**40)),
+            first := draw(st.integers(0, 2**40)),
+            first + chunks - 1 + draw(st.integers(0, 9)),
         )
         for i in range(draw(st.integers(0, 3)))
     )

@@ -119,7 +119,7 @@ def test_the_columns_of_a_part_are_read_only_views() -> None:
 
 
 def test_an_anchor_row_has_an_old_digest_of_zeros() -> None:
-    anchor = dataclasses.replace(row(0, 0, b"x", 3), old_digest=b"")
+    anchor = row(0, 0, b"x", 3)._replace(old_digest=b"")
     part = parse(build_part([anchor], IDENTITY, digest_size=16))
     assert part.old_digests.tobytes() == bytes(16)
 
@@ -137,7 +137,7 @@ def test_the_safetensors_library_reads_a_part() -> None:
 
 
 def test_blake3_digests_take_32_bytes() -> None:
-    wide = [dataclasses.replace(each, old_digest=bytes(32), new_digest=bytes(range(32))) for each in ROWS]
+    wide = [each._replace(old_digest=bytes(32), new_digest=bytes(range(32))) for each in ROWS]
     data = build_part(wide, IDENTITY, digest_size=32)
     part = parse_part(data, IDENTITY, SCHEMA, hasher("blake3"), key=KEY)
     assert part.new_digests.shape == (4, 32)
@@ -206,7 +206,7 @@ def test_a_column_too_many_is_refused() -> None:
     [(4, 0), (5, 0), (2**31, 0), (2**32 - 1, 0), (0, 3), (0, 2**31), (0, 2**32 - 1), (1, 0), (2, 1), (3, 2)],
 )
 def test_a_tensor_or_chunk_that_the_schema_does_not_have_is_refused(tensor: int, chunk: int) -> None:
-    refused(part_file([row(0, 0), dataclasses.replace(ROWS[3], tensor=tensor, chunk=chunk)]))
+    refused(part_file([row(0, 0), ROWS[3]._replace(tensor=tensor, chunk=chunk)]))
 
 
 def test_rows_out_of_order_or_twice_are_refused() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from deltastore.codec import EncodedChunk, Encoding
 from deltastore.digest import hasher
 from deltastore.errors import BaseMismatch, CorruptObject
 from deltastore.part import ChunkRow, Part, PartIdentity, build_part, parse_part
-from deltastore.patch import Patch, default_workers, run_in_order
+from deltastore.patch import Patch, _Work, default_workers, run_in_order
 from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec
 
 if TYPE_CHECKING:
@@ -362,7 +361,7 @@ def test_an_anchor_with_a_hole_or_with_differences_is_refused() -> None:
             patch_from(None).add_anchor([part_of(rows[:left_out] + rows[left_out + 1 :], 0)])
     with pytest.raises(CorruptObject, match="lacks"):
         patch_from(None).add_anchor([])
-    one = dataclasses.replace(rows[0], encoded=dataclasses.replace(rows[0].encoded, encoding=Encoding.DENSE))
+    one = rows[0]._replace(encoded=rows[0].encoded._replace(encoding=Encoding.DENSE))
     with pytest.raises(CorruptObject, match="differences"):
         patch_from(None).add_anchor([part_of([one, *rows[1:]], 0)])
 
@@ -379,8 +378,8 @@ def test_an_anchor_without_a_single_chunk_is_one() -> None:
 
 
 def with_payload(rows: list[ChunkRow], place: int, payload: bytes) -> list[ChunkRow]:
-    encoded = dataclasses.replace(rows[place].encoded, payload=payload)
-    return [*rows[:place], dataclasses.replace(rows[place], encoded=encoded), *rows[place + 1 :]]
+    encoded = rows[place].encoded._replace(payload=payload)
+    return [*rows[:place], rows[place]._replace(encoded=encoded), *rows[place + 1 :]]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -470,7 +469,8 @@ def test_rows_of_a_patch_are_kept_in_arrays() -> None:
     patch.add_delta([part_of(rows_between(ZERO, ONE))])
     patch.add_delta([part_of(rows_between(ONE, TWO))])
     patch.seal(id_of(TWO))
-    held = [getattr(patch, name) for name in vars(patch)]
+    work = _Work(patch._parts)
+    held = [getattr(work, name) for name in _Work.__slots__]
     rows = [value for value in held if isinstance(value, np.ndarray) and value.ndim == 1]
     count = len(rows_between(ZERO, ONE)) + len(rows_between(ONE, TWO))
     assert sorted(value.itemsize for value in rows if len(value) == count) == [4, 4, 8]

@@ -23,7 +23,7 @@ def snapshot_of(version: int) -> str:
 
 def manifest(version: int, size: int = 10, *, invertible: bool = True, epoch: int = 1) -> Manifest:
     """Return the manifest of a version whose parts take ``size`` bytes; 0: no part."""
-    part = PartRef(part_key(version, ATTEMPT, "model-00000.safetensors"), max(size, 1), DIGEST, 1)
+    part = PartRef(part_key(version, ATTEMPT, "model-00000.safetensors"), max(size, 1), DIGEST, 1, 0, 0)
     parts = (part,) if size else ()
     table = ObjectRef(part_key(0, ATTEMPT, "model-digests.safetensors"), 10, DIGEST) if not version else None
     is_base = version == 0

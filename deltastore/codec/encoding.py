@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = ["LEVELS", "DamagedChunk", "EncodedChunk", "Encoding"]
 
@@ -20,9 +20,11 @@ class Encoding(IntEnum):
     CONTEXTUAL = 4
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """One chunk's change: how it is stored, how many elements changed, and the stored bytes."""
+class EncodedChunk(NamedTuple):
+    """One chunk's change: how it is stored, how many elements changed, and the stored bytes.
+
+    A tuple, since there is one for each of perhaps a hundred thousand tiny tensors.
+    """
 
     encoding: Encoding
     changed: int

@@ -37,6 +37,7 @@ __all__ = [
     "count_changes",
     "count_far",
     "extract_sparse",
+    "is_zero",
     "join_planes",
     "list_events",
     "rank_changes",
@@ -112,6 +113,22 @@ def count_changes(old: Array, new: Array) -> int:
         if old[i] != new[i]:
             changed += 1
     return changed
+
+
+@_jit
+def is_zero(raw: Array) -> bool:
+    """Tell whether a uint8 stream is all zero; returns at the first byte that is not."""
+    whole = raw.size - raw.size % 64
+    for start in range(0, whole, 64):
+        together = np.uint8(0)
+        for i in range(start, start + 64):
+            together |= raw[i]
+        if together:
+            return False
+    left = np.uint8(0)
+    for i in range(whole, raw.size):
+        left |= raw[i]
+    return left == 0
 
 
 @_jit

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zstandard
 
+from . import kernels
 from .encoding import DamagedChunk
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class StreamWriter:
 
     def append(self, pieces: list[bytes], raw: Bytes) -> None:
         """Append the stream of ``raw`` (uint8, one-dimensional, contiguous) to ``pieces`` in its shortest form."""
-        if not raw.any():
+        if kernels.is_zero(raw):
             pieces.append(_HEAD.pack(ZERO, 0))
             return
         if raw.size >= _WORTH_COMPRESSING:

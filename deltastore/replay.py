@@ -1,0 +1,192 @@
+"""Following a plan: parts are fetched ahead, in the order of their chunks, while the chunks before them are built.
+
+The chunks are built window by window. A window is begun when the parts that reach into it are here; those of the
+windows after it are on their way. What comes out is proven at the end, against the plan's snapshot id; until then
+nobody may use it.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import CorruptObject
+from .manifest import MODEL
+from .part import PartIdentity, parse_part
+from .patch import Patch, seal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from .manifest import PartRef
+    from .part import Part
+    from .patch import Read, Write
+    from .plan import Plan, Step
+    from .reader import Store
+    from .snapshot import Digests
+    from .spool import Spool
+
+    Progress = Callable[[str, int, int], object]
+
+__all__ = ["FETCHERS", "Replayed", "counter", "replay"]
+
+#: Parts downloaded side by side.
+FETCHERS = 4
+#: At most so many windows: each costs a little, and more would overlap no better.
+_WINDOWS = 64
+_LEAST_WINDOW_CHUNKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay led to.
+
+    The result's chunk digests, the bytes downloaded, and seconds until the last part was here.
+    """
+
+    digests: Digests
+    fetched_bytes: int
+    fetch_seconds: float
+
+
+def counter(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
+    """Return a callback that adds up what it is told and reports it as ``what`` of ``total``."""
+    if progress is None:
+        return None
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(what, done, total)
+
+    return advance
+
+
+class _Fetch:
+    """Parts on their way.
+
+    ``wait`` blocks until one is here; it is parsed once, and forgotten when its chunks are built.
+    """
+
+    def __init__(self, store: Store, plan: Plan, spool: Spool, *, progress: Callable[[int], object] | None) -> None:
+        self._store = store
+        self._spool = spool
+        self._progress = progress
+        self._started = time.perf_counter()
+        self._futures: dict[str, Future[int]] = {}
+        self._parsed: dict[str, Part] = {}
+        self.ended = self._started
+        wanted = [(part, step) for step in plan.steps for part in step.parts]
+        self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
+        for part, _ in sorted(wanted, key=lambda pair: pair[0].first):
+            if part.key not in self._futures:
+                self._futures[part.key] = self._pool.submit(self._fetch, part)
+
+    def _fetch(self, part: PartRef) -> int:
+        downloaded = self._spool.fetch(self._store.backend, part)
+        self.ended = time.perf_counter()
+        if self._progress is not None:
+            self._progress(part.size)
+        return downloaded
+
+    def wait(self, part: PartRef, step: Step) -> Part:
+        """Return a part, parsed and in its place; raises what its download raised."""
+        if part.key not in self._parsed:
+            self._futures[part.key].result()
+            identity = PartIdentity(self._store.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
+            schema, data = self._store.schema(), self._spool.open(part)
+            parsed = parse_part(data, identity, schema, self._store.hash, key=part.key)
+            if (len(parsed), parsed.numbers[0], parsed.numbers[-1]) != (part.chunks, part.first, part.last):
+                raise CorruptObject(f"{part.key} does not hold the chunks that its manifest says.", key=part.key)
+            self._parsed[part.key] = parsed
+        return self._parsed[part.key]
+
+    def forget_before(self, number: int, plan: Plan) -> None:
+        """Drop parsed parts that end before a chunk."""
+        for step in plan.steps:
+            for part in step.parts:
+                if part.last < number:
+                    self._parsed.pop(part.key, None)
+
+    def downloaded(self) -> int:
+        """Return the bytes downloaded by all parts together."""
+        return sum(future.result() for future in self._futures.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first request until the last part was here."""
+        return self.ended - self._started
+
+    def stop(self) -> None:
+        """Wait for downloads that run, begin no other."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _fetching(store: Store, plan: Plan, spool: Spool, *, progress: Callable[[int], object] | None) -> Iterator[_Fetch]:
+    fetch = _Fetch(store, plan, spool, progress=progress)
+    try:
+        yield fetch
+    finally:
+        fetch.stop()
+
+
+def _windows(plan: Plan, chunks: int) -> Iterator[range]:
+    """Cut the chunks where parts begin, but not finer than is of use."""
+    least = max(_LEAST_WINDOW_CHUNKS, chunks // _WINDOWS)
+    cuts = [0]
+    for first in sorted({part.first for step in plan.steps for part in step.parts}):
+        if first - cuts[-1] >= least and chunks - first >= least:
+            cuts.append(first)
+    for low, high in pairwise([*cuts, chunks]):
+        yield range(low, high)
+
+
+def replay(
+    store: Store,
+    plan: Plan,
+    spool: Spool,
+    *,
+    before: Digests | None,
+    read: Read,
+    write: Write,
+    workers: int,
+    progress: Progress | None = None,
+) -> Replayed:
+    """Fetch and apply a plan's parts: every chunk of the result is handed to ``write``, hash-checked.
+
+    ``before`` are the chunk digests of what ``read`` returns, uint8 of shape (chunks, digest size). Raises
+    ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no use.
+    """
+    schema = store.schema()
+    if plan.from_anchor or before is None:
+        before, after = None, np.zeros((schema.chunks, store.hash.size), np.uint8)
+    else:
+        after = before.copy()
+    built = counter(progress, "patch", schema.nbytes)
+    with _fetching(store, plan, spool, progress=counter(progress, "fetch", plan.stored_bytes)) as fetch:
+        for window in _windows(plan, schema.chunks):
+            patch = Patch(schema, store.hash, before=before, after=after, window=window)
+            for step in plan.steps:
+                reaching = [part for part in step.parts if part.first < window.stop and part.last >= window.start]
+                parts = [fetch.wait(part, step) for part in reaching]
+                if step.kind == "anchor":
+                    patch.add_anchor(parts)
+                else:
+                    patch.add_delta(parts, inverse=step.kind == "inverse")
+            patch.run(read, write, everything=True, workers=workers, progress=built)
+            fetch.forget_before(window.stop, plan)
+        seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
+        return Replayed(after, fetch.downloaded(), fetch.seconds)
+
+
+def _last_key(plan: Plan) -> str | None:
+    return next((part.key for step in reversed(plan.steps) for part in reversed(step.parts)), None)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import deltastore.attempt
+import deltastore.replay
+from deltastore import Writer, open_checkpoint, open_store
+from deltastore.errors import CorruptObject, StorageError
+from deltastore.replay import _windows, replay
+from deltastore.restore import identify
+from deltastore.spool import Spool
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deltastore.reader import Store
+    from deltastore.snapshot import TensorSpec
+
+TENSORS, ELEMENTS = 60, 150_000
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, np.ndarray]]]:
+    """A store of three versions, each delta in many parts, and what each version holds."""
+    from safetensors.numpy import save_file  # noqa: PLC0415 - only here
+
+    root = tmp_path_factory.mktemp("replay")
+    rng = np.random.default_rng(4)
+    tensors = {f"t{i:02d}": rng.integers(0, 255, ELEMENTS, np.uint8) for i in range(TENSORS)}
+    (root / "base").mkdir()
+    save_file(tensors, root / "base" / "model.safetensors")
+    snapshots = [tensors]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deltastore.attempt, "_PART_BYTES", 20_000)
+        with Writer(root / "store", base=root / "base") as writer:
+            for _ in range(2):
+                tensors = {name: data.copy() for name, data in tensors.items()}
+                for data in tensors.values():
+                    data[rng.integers(0, ELEMENTS, 3_000)] += 1
+                snapshots.append(tensors)
+                writer.publish(tensors).result()
+    return root, snapshots
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltastore.replay, "_LEAST_WINDOW_CHUNKS", 4)
+
+
+class Result:
+    """Collects the chunks that a replay hands on."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, np.ndarray] = {}
+
+    def write(self, spec: TensorSpec, chunk: int, data: np.ndarray) -> None:
+        start, end = spec.chunk_range(chunk)
+        self.tensors.setdefault(spec.name, np.zeros(spec.nbytes, np.uint8))[start:end] = data
+
+
+def nothing(*_: object) -> np.ndarray:
+    raise AssertionError("an anchor reads nothing")
+
+
+@pytest.mark.parametrize("route", [(0, 2), (0, 1), (1, 0), (2, 0), (1, 1), (None, 2)])
+def test_a_plan_leads_to_its_version_window_by_window(route, history, tmp_path) -> None:
+    root, snapshots = history
+    store = open_store(root / "store")
+    start, end = route
+    plan = store.plan(start, end)
+    source = None
+    if start is not None:
+        store.restore(start, tmp_path / "source")
+        source = identify(store, tmp_path / "source", workers=2)
+    result = Result()
+    replayed = replay(
+        store,
+        plan,
+        Spool(tmp_path / "parts"),
+        before=source.digests if source else None,
+        read=source.checkpoint.chunk if source else nothing,
+        write=result.write,
+        workers=2,
+    )
+    assert all((result.tensors[name] == data).all() for name, data in snapshots[end].items())
+    assert replayed.fetched_bytes == plan.stored_bytes
+    assert (replayed.digests == replay_digests(store, end, tmp_path)).all()
+
+
+def replay_digests(store: Store, version: int, tmp_path: Path) -> np.ndarray:
+    store.restore(version, tmp_path / "again")
+    return open_checkpoint(tmp_path / "again").digests(store.hash)
+
+
+def test_a_delta_of_many_parts_makes_several_windows(history) -> None:
+    store = open_store(history[0] / "store")
+    chunks = store.schema().chunks
+    parts = store.manifest(1).model.parts
+    assert len(parts) > 5
+    assert all(later.first >= earlier.last for earlier, later in itertools.pairwise(parts))
+    windows = list(_windows(store.plan(0, 2), chunks))
+    assert len(windows) > 1
+    assert [number for window in windows for number in window] == list(range(chunks))
+
+
+class Gate:
+    """A backend whose last part of a version is not answered before the first window was written."""
+
+    def __init__(self, inner, last_key: str) -> None:
+        self._inner = inner
+        self._last_key = last_key
+        self.opened = threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        if key == self._last_key and not self.opened.wait(30):
+            raise StorageError("nothing was built while a part was on its way")
+        return self._inner.read(key, limit=limit)
+
+
+def test_chunks_are_built_while_later_parts_are_on_their_way(history, tmp_path) -> None:
+    store = open_store(history[0] / "store")
+    plan = store.plan(0, 1)
+    source = identify(store, history[0] / "base", workers=2)
+    gate = Gate(store.backend, plan.steps[0].parts[-1].key)
+    store.backend = gate
+    result = Result()
+
+    def write(spec: TensorSpec, chunk: int, data: np.ndarray) -> None:
+        result.write(spec, chunk, data)
+        gate.opened.set()
+
+    spool = Spool(tmp_path / "parts")
+    replay(store, plan, spool, before=source.digests, read=source.checkpoint.chunk, write=write, workers=2)
+    assert all((result.tensors[name] == data).all() for name, data in history[1][1].items())
+
+
+def test_a_part_that_holds_other_chunks_than_its_manifest_says_is_refused(history, tmp_path) -> None:
+    import msgspec  # noqa: PLC0415 - only here
+
+    store = open_store(history[0] / "store")
+    plan = store.plan(0, 1)
+    step = plan.steps[0]
+    part = step.parts[0]
+    for changes in ({"first": part.first + 1}, {"last": part.last + 1}, {"chunks": part.chunks - 1}):
+        wrong = msgspec.structs.replace(part, **changes)
+        model = msgspec.structs.replace(step.manifest.model, parts=(wrong, *step.parts[1:]))
+        manifest = msgspec.structs.replace(step.manifest, components={"model": model})
+        forged = type(plan)(plan.start, plan.end, plan.snapshot_id, (type(step)("delta", manifest),))
+        source = identify(store, history[0] / "base", workers=2)
+        with pytest.raises(CorruptObject) as caught:
+            replay(
+                store,
+                forged,
+                Spool(tmp_path / "parts"),
+                before=source.digests,
+                read=source.checkpoint.chunk,
+                write=lambda *_: None,
+                workers=2,
+            )
+        assert caught.value.key == part.key
