@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltastore.checkpoint import chunk_runs, open_checkpoint
+from deltastore.checkpoint import open_checkpoint
 from deltastore.codec.chunk import ChunkEncoder
 from deltastore.digest import hasher
 from deltastore.interop.xor import XorDecoder, XorDelta, XorEncoder, checksum
@@ -26,9 +26,10 @@ from deltastore.snapshot import CHUNK_BYTES, snapshot_id
 from .pairs import write_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from deltastore.snapshot import Digests, TensorSpec
+    from deltastore.snapshot import Digests, Schema, TensorSpec
 
     from .crew import Crew
     from .pairs import Pair
@@ -52,6 +53,13 @@ class Files:
         """Whether the target holds the new bytes."""
         found = open_checkpoint(self.target)
         return all(np.array_equal(found.tensor(spec.name), pair.new[spec.name]) for spec in pair.schema)
+
+
+def _runs(schema: Schema) -> Iterator[tuple[TensorSpec, int, int]]:
+    """Cut all tensors into the runs of chunks that threads share out: (tensor, first chunk, chunk after the last)."""
+    for spec in schema:
+        for first in range(0, spec.chunks, _RUN):
+            yield spec, first, min(first + _RUN, spec.chunks)
 
 
 class Ours:
@@ -78,7 +86,7 @@ class Ours:
 
     def encode(self) -> None:
         """Encode the whole pair."""
-        results = self._crew.map(self._encode_run, chunk_runs(self.pair.schema, run=_RUN))
+        results = self._crew.map(self._encode_run, _runs(self.pair.schema))
         self._rows = [row for rows in results for row in rows]
         self.stored_bytes = sum(len(row.encoded.payload) for row in self._rows)
 

@@ -69,7 +69,7 @@ class Follower:
         self.store: Store = store_at(SlowBackend(backend, bytes_per_second) if bytes_per_second else backend)
         self._slots = Slots(home / "checkpoint")
         self._slots.lock()
-        self._patcher = Patcher(self.store, self._slots, workers=threads, fetchers=4)
+        self._patcher = Patcher(self.store, self._slots, workers=threads)
         live = self._patcher.adopt()
         assert live is not None
         self.version = live.record.version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ _OVERLAP = (
     Column("of the slower", "ratio", ratio),
 )
 _TILE = 256 << 20
+_FETCHERS = 4
 #: How long the link takes for a delta, in times of patching alone.
 _LINKS = {"fetch-bound": 2.0, "patch-bound": 0.5}
 
@@ -137,8 +139,9 @@ def _linked(home: Path, name: str, share: float, alone: float, threads: int, rou
     follower = Follower(home, threads=threads, bytes_per_second=plan.stored_bytes / (alone * share))
 
     def fetch() -> None:
-        with TemporarySpool(home) as spool:
-            follower.store.fetch(plan, spool)
+        parts = [part for step in plan.steps for part in step.parts]
+        with TemporarySpool(home) as spool, ThreadPoolExecutor(_FETCHERS) as pool:
+            list(pool.map(lambda part: spool.fetch(follower.store.backend, part), parts))
 
     found = medians({"fetch": fetch, "together": follower.advance}, rounds=rounds)
     follower.close()
