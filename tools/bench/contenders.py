@@ -21,14 +21,15 @@ from deltastore.manifest import MODEL
 from deltastore.materialize import write_all
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.patch import Patch
-from deltastore.snapshot import CHUNK_BYTES, chunk_batches, snapshot_id
+from deltastore.snapshot import CHUNK_BYTES, snapshot_id
 
 from .pairs import write_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from deltastore.snapshot import ChunkRun, Digests, TensorSpec
+    from deltastore.snapshot import Digests, Schema, TensorSpec
 
     from .crew import Crew
     from .pairs import Pair
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Files", "Ours", "Yardstick"]
 
 _IDENTITY = PartIdentity("0" * 32, 1, "0" * 32, MODEL)
+_RUN = 4
 
 
 class Files:
@@ -51,6 +53,13 @@ class Files:
         """Whether the target holds the new bytes."""
         found = open_checkpoint(self.target)
         return all(np.array_equal(found.tensor(spec.name), pair.new[spec.name]) for spec in pair.schema)
+
+
+def _runs(schema: Schema) -> Iterator[tuple[TensorSpec, int, int]]:
+    """Cut all tensors into the runs of chunks that threads share out: (tensor, first chunk, chunk after the last)."""
+    for spec in schema:
+        for first in range(0, spec.chunks, _RUN):
+            yield spec, first, min(first + _RUN, spec.chunks)
 
 
 class Ours:
@@ -77,27 +86,28 @@ class Ours:
 
     def encode(self) -> None:
         """Encode the whole pair."""
-        results = self._crew.map(self._encode_batch, chunk_batches(self.pair.schema))
+        results = self._crew.map(self._encode_run, _runs(self.pair.schema))
         self._rows = [row for rows in results for row in rows]
         self.stored_bytes = sum(len(row.encoded.payload) for row in self._rows)
 
-    def _encode_batch(self, batch: list[ChunkRun]) -> list[ChunkRow]:
+    def _encode_run(self, run: tuple[TensorSpec, int, int]) -> list[ChunkRow]:
         local = self._local
         if not hasattr(local, "encoder"):
             local.encoder = ChunkEncoder(self._level)
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
+        spec, first, end = run
+        old_tensor, new_tensor = self.pair.old[spec.name], self.pair.new[spec.name]
+        position = self.pair.schema.position(spec.name)
+        number = self.pair.schema.chunk_number(spec.name, 0)
         rows = []
-        for run in batch:
-            old_tensor, new_tensor = self.pair.old[run.spec.name], self.pair.new[run.spec.name]
-            position = self.pair.schema.position(run.spec.name)
-            for chunk in range(run.first, run.end):
-                start, stop = run.spec.chunk_range(chunk)
-                new = local.buffer[: stop - start]
-                np.copyto(new, new_tensor[start:stop])
-                encoded = local.encoder.change(old_tensor[start:stop], new, width=run.spec.width)
-                if encoded is not None:
-                    before = self._before[run.number + chunk - run.first].tobytes()
-                    rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(new)))
+        for chunk in range(first, end):
+            start, stop = spec.chunk_range(chunk)
+            new = local.buffer[: stop - start]
+            np.copyto(new, new_tensor[start:stop])
+            encoded = local.encoder.change(old_tensor[start:stop], new, width=spec.width)
+            if encoded is not None:
+                before = self._before[number + chunk].tobytes()
+                rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(new)))
         return rows
 
     def prepare(self) -> None:

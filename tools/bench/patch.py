@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltastore.replay import FETCHERS
 from deltastore.spool import TemporarySpool
 
 from .alternation import publish_chain
@@ -51,6 +50,7 @@ _OVERLAP = (
     Column("of the slower", "ratio", ratio),
 )
 _TILE = 256 << 20
+_FETCHERS = 4
 #: How long the link takes for a delta, in times of patching alone.
 _LINKS = {"fetch-bound": 2.0, "patch-bound": 0.5}
 
@@ -140,7 +140,7 @@ def _linked(home: Path, name: str, share: float, alone: float, threads: int, rou
 
     def fetch() -> None:
         parts = [part for step in plan.steps for part in step.parts]
-        with TemporarySpool(home) as spool, ThreadPoolExecutor(FETCHERS) as pool:
+        with TemporarySpool(home) as spool, ThreadPoolExecutor(_FETCHERS) as pool:
             list(pool.map(lambda part: spool.fetch(follower.store.backend, part), parts))
 
     found = medians({"fetch": fetch, "together": follower.advance}, rounds=rounds)
