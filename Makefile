@@ -5,13 +5,17 @@ BIN    := $(VENV)/bin
 STORE  ?= local
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test fuzz check format clean
+.PHONY: demo test test-nightly fuzz check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m tools.demo --store $(STORE)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The same with many more rounds of kills, races and interruptions: half an hour.
+test-nightly: $(STAMP)
+	DELTASTORE_THOROUGH=1 $(BIN)/python -m pytest
 
 # At least this many random and damaged bytes through each of the decoders.
 FUZZ_BYTES ?= 10000000

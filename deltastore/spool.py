@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -81,7 +82,7 @@ class Spool:
     def put(self, data: bytes, digest: str) -> None:
         """Keep ``data`` under its digest: whole or not at all, but not yet durable."""
         path = self._path(digest)
-        draft = path.with_name(f"{path.name}.draft")
+        draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.draft")  # the same bytes may come twice at once
         try:
             with draft.open("wb") as stream:
                 stream.write(data)

@@ -203,17 +203,22 @@ def _warm_up() -> None:
         hasher(name).digest(b"warm")
 
 
+def _answer(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def _serve() -> tuple[list[str], dict[str, str]] | None:
     """Answer requests; returns in a fork with what it is to run, and ``None`` at the end of input."""
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         if "reap" in request:
             _, status = os.waitpid(request["reap"], 0)
-            print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
+            _answer(json.dumps(os.waitstatus_to_exitcode(status)))
             continue
         pid = os.fork()
         if pid:
-            print(json.dumps(pid), flush=True)
+            _answer(json.dumps(pid))
             continue
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         os.dup2(os.open(request["out"], flags, 0o644), 1)
@@ -226,7 +231,7 @@ def _serve() -> tuple[list[str], dict[str, str]] | None:
 
 def _main() -> None:
     _warm_up()
-    print("ready", flush=True)
+    _answer("ready")
     work = _serve()
     if work is None:
         return

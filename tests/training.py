@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 Snapshot = dict[str, torch.Tensor]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import kernels
+from . import rice
 from .differences import pack_differences, unpack_differences
 from .encoding import DamagedChunk, EncodedChunk, Encoding
 
@@ -32,7 +32,7 @@ def encode_contextual(old: Array, new: Array, streams: StreamWriter) -> EncodedC
     """Encode the change between two versions of a chunk of 16-bit elements, of which at least one changed."""
     counters = np.zeros((4, _CLASSES), np.int32)
     positions, ranks = np.empty(old.size, np.int32), np.empty(old.size, np.int32)
-    found = kernels.rank_changes(old, new, counters, positions, ranks)
+    found = rice.rank_changes(old, new, counters, positions, ranks)
     positions = positions[:found]
     before, after = old[positions], new[positions]
     classes = (before >> 7).astype(np.uint8)
@@ -41,12 +41,12 @@ def encode_contextual(old: Array, new: Array, streams: StreamWriter) -> EncodedC
     members = counters.sum(axis=0, dtype=np.int64)
     gaps = np.empty(found, np.int32)
     events, inverted, parameters = np.empty((3, _CLASSES), np.int64)
-    gaps = gaps[: kernels.list_events(ranks[:found][order], changed, members, gaps, events, inverted, parameters)]
+    gaps = gaps[: rice.list_events(ranks[:found][order], changed, members, gaps, events, inverted, parameters)]
     table = np.stack([changed, events * inverted, parameters + 32 * inverted]).astype("<u4")
     bits = _write_rice(gaps, events, parameters)
     crossed = (after >> 7).astype(np.uint8) != classes
     crossings, crossing_classes = positions[crossed], classes[crossed]
-    k = kernels.rice_parameter(crossings.size, old.size)
+    k = rice.rice_parameter(crossings.size, old.size)
     crossing_gaps = np.diff(crossings, prepend=np.int32(-1)) - np.int32(1)
     crossing_bits = _write_rice(crossing_gaps, *_one_run(crossings.size, k))
     pieces = [_HEAD.pack(bits.size, crossings.size, crossing_bits.size, k)]
@@ -62,15 +62,15 @@ def _one_run(count: int, k: int) -> tuple[Array, Array]:
 
 
 def _write_rice(values: Array, counts: Array, parameters: Array) -> Array:
-    out = np.zeros((kernels.rice_bits(values, counts, parameters) + 7) // 8, np.uint8)
-    kernels.write_rice(values, counts, parameters, out)
+    out = np.zeros((rice.rice_bits(values, counts, parameters) + 7) // 8, np.uint8)
+    rice.write_rice(values, counts, parameters, out)
     return out
 
 
 def _read_rice(stream: Array, counts: Array, parameters: Array, limit: int) -> Array:
     """Read runs of numbers up to ``limit`` as int32; every byte of the stream must belong to one."""
     values = np.empty(int(counts.sum()), np.int32)
-    bits = kernels.read_rice(stream, counts, parameters, limit, values)
+    bits = rice.read_rice(stream, counts, parameters, limit, values)
     if bits < 0 or (bits + 7) // 8 != stream.size:
         raise DamagedChunk("its positions do not fit their length, or lead outside the chunk")
     return values
@@ -101,7 +101,7 @@ def apply_contextual(elements: Array, reader: StreamReader, changed: int, *, inv
     crossing_classes = reader.next(crossings)
     differences = unpack_differences(reader, changed, elements.dtype)
     starts, first_difference = (np.concatenate([[0], np.cumsum(counts)]) for counts in (events, table[0]))
-    if kernels.apply_ranked(
+    if rice.apply_ranked(
         elements, starts, inverted, gaps, first_difference, differences, crossing_positions, crossing_classes, inverse
     ):
         raise DamagedChunk("its changes do not fit the classes of the chunk's elements")

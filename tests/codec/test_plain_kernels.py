@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba.core.errors import LoweringError
 
-from deltastore.codec import kernels
+from deltastore.codec import lanes
 
 ROOT = Path(__file__).parents[2]
 SELECTION = [
@@ -27,9 +27,9 @@ SELECTION = [
 def test_the_kernel_tests_pass_on_plain_loops() -> None:
     code = (
         "import sys, pytest\n"
-        "from deltastore.codec import kernels\n"
-        "assert kernels._changed_lanes is kernels._plain_changed_lanes\n"
-        "assert kernels._lanes_of_class is kernels._plain_lanes_of_class\n"
+        "from deltastore.codec import lanes\n"
+        "assert lanes.changed_lanes is lanes.plain_changed_lanes\n"
+        "assert lanes.lanes_of_class is lanes.plain_lanes_of_class\n"
         "sys.exit(pytest.main(sys.argv[1:]))\n"
     )
     environment = {**os.environ, "DELTASTORE_PLAIN_KERNELS": "1", "PYTHONPATH": str(ROOT)}
@@ -48,10 +48,10 @@ def test_the_kernel_tests_pass_on_plain_loops() -> None:
 def test_this_machine_uses_vectors_unless_asked_otherwise() -> None:
     if os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1":
         pytest.skip("asked otherwise")
-    if not kernels._vectors_compile():
+    if not lanes.vectors_compile():
         pytest.skip("the vector steps do not compile here")
-    assert kernels._changed_lanes is kernels._vector_changed_lanes
-    assert kernels._lanes_of_class is kernels._vector_lanes_of_class
+    assert lanes.changed_lanes is lanes.vector_changed_lanes
+    assert lanes.lanes_of_class is lanes.vector_lanes_of_class
 
 
 @pytest.mark.parametrize("error", [LoweringError("no such vector"), RuntimeError("LLVM IR parsing error")])
@@ -59,8 +59,8 @@ def test_vectors_that_do_not_compile_are_found_out(monkeypatch: pytest.MonkeyPat
     def fail(_values: np.ndarray) -> int:
         raise error
 
-    monkeypatch.setattr(kernels, "_try_vectors", fail)
-    assert not kernels._vectors_compile()
+    monkeypatch.setattr(lanes, "_try_vectors", fail)
+    assert not lanes.vectors_compile()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 255))
@@ -71,5 +71,5 @@ def test_both_kinds_of_steps_make_the_same_masks(seed: int, wanted: int) -> None
     new = np.where(rng.random(32) < 0.5, old, old + 1).astype(np.uint16)
     changed = sum(1 << i for i in range(32) if old[i] != new[i])
     members = sum(1 << i for i in range(32) if old[i] >> 7 & 255 == wanted)
-    assert kernels._plain_changed_lanes(old, new, 0) == changed
-    assert kernels._plain_lanes_of_class(old, 0, wanted) == members
+    assert lanes.plain_changed_lanes(old, new, 0) == changed
+    assert lanes.plain_lanes_of_class(old, 0, wanted) == members

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ import deltastore.attempt
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.digest import hasher
 from deltastore.snapshot import snapshot_id
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def rounds(few: int, many: int) -> int:
@@ -88,3 +91,9 @@ def held_fixture():
 @pytest.fixture(name="rounds")
 def rounds_fixture():
     return rounds
+
+
+@pytest.fixture
+def stride() -> int:
+    """How far to go from one instant to the next: every second one by default, each with DELTASTORE_THOROUGH=1."""
+    return rounds(2, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import training
@@ -13,6 +13,9 @@ from forkserver import signal_at_change
 from deltastore import open_store
 from deltastore.fsck import check
 from deltastore.storage.local import LocalBackend
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +57,7 @@ def scratch(tmp_path):
     return directory
 
 
-def test_an_init_interrupted_at_every_change_leaves_a_whole_store_or_none(commands, run, tmp_path, scratch):
+def test_an_init_interrupted_at_every_change_leaves_a_whole_store_or_none(commands, run, tmp_path, scratch, stride):
     number, whole = 0, set()
     while True:
         store = tmp_path / f"store{number}"
@@ -77,11 +80,11 @@ def test_an_init_interrupted_at_every_change_leaves_a_whole_store_or_none(comman
         whole.add(there)
         if ended.code == 0:
             break
-        number += 1
+        number += stride
     assert whole == {False, True}
 
 
-def test_a_publish_interrupted_at_every_change_publishes_all_or_nothing(commands, run, tmp_path, scratch):
+def test_a_publish_interrupted_at_every_change_publishes_all_or_nothing(commands, run, tmp_path, scratch, stride):
     number = 0
     while True:
         store = tmp_path / f"store{number}"
@@ -102,11 +105,11 @@ def test_a_publish_interrupted_at_every_change_publishes_all_or_nothing(commands
         training.assert_holds(tmp_path / "restored" / str(number), training.load(run[2]))
         if not stopped:
             break
-        number += 1
+        number += stride
     assert number > 5
 
 
-def test_a_restore_interrupted_at_every_change_leaves_nothing_or_all(commands, run, tmp_path, scratch):
+def test_a_restore_interrupted_at_every_change_leaves_nothing_or_all(commands, run, tmp_path, scratch, stride):
     store = tmp_path / "store"
     commands.run("deltastore", "init", store, "--base", run[0]).ok()
     commands.run("deltastore", "publish", store, run[1]).ok()
@@ -122,11 +125,11 @@ def test_a_restore_interrupted_at_every_change_leaves_nothing_or_all(commands, r
             (out / "restored").rename(tmp_path / f"moved{number}")
         if not interrupted(ended):
             break
-        number += 1
+        number += stride
     assert number > 10
 
 
-def test_a_receiver_interrupted_at_every_change_keeps_a_whole_version(commands, run, tmp_path, scratch):
+def test_a_receiver_interrupted_at_every_change_keeps_a_whole_version(commands, run, tmp_path, scratch, stride):
     store = tmp_path / "store"
     commands.run("deltastore", "init", store, "--base", run[0]).ok()
     commands.run("deltastore", "publish", store, run[1]).ok()
@@ -145,7 +148,7 @@ def test_a_receiver_interrupted_at_every_change_keeps_a_whole_version(commands, 
             break
         commands.run(*words).ok()
         training.assert_holds(live, wanted[1])
-        number += 1
+        number += stride
     assert number > 20
 
 

@@ -44,7 +44,7 @@ def restored_right(store, contents, tmp_path):
     shutil.rmtree(tmp_path / "restored")
 
 
-def test_kills_at_every_change_of_a_publish(commands, tmp_path):
+def test_kills_at_every_change_of_a_publish(commands, tmp_path, stride):
     snapshots = small_chain(3)
     base = training.save(tmp_path / "base", snapshots[0])
     first = training.save(tmp_path / "first", snapshots[1])
@@ -63,12 +63,12 @@ def test_kills_at_every_change_of_a_publish(commands, tmp_path):
         commands.run("deltastore", "publish", store, second).ok()
         assert open_store(store).latest().version == there + 1
         restored_right(store, {0: snapshots[0], there: snapshots[there], there + 1: snapshots[2]}, tmp_path)
-        number += 1
+        number += stride
     assert committed == {0, 1}
     assert number > 10
 
 
-def test_kills_at_every_change_of_an_init(commands, tmp_path):
+def test_kills_at_every_change_of_an_init(commands, tmp_path, stride):
     snapshot = small_chain(1)[0]
     base = training.save(tmp_path / "base", snapshot)
     number, outcomes = 0, set()
@@ -86,7 +86,7 @@ def test_kills_at_every_change_of_an_init(commands, tmp_path):
         again = commands.run("deltastore", "init", store, "--base", base)
         assert again.code == (11 if there else 0)
         restored_right(store, [snapshot], tmp_path)
-        number += 1
+        number += stride
     assert outcomes == {False, True}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ def test_the_log_tells_the_whole_history(chain, commands):
     assert [entry["step"] for entry in versions] == [None, *range(1, VERSIONS)]
     assert [entry["kind"] for entry in versions] == ["base"] + ["delta"] * LAST
     assert versions[0]["anchored"] == chain.upload_base
-    for before, after in zip(versions, versions[1:], strict=False):
+    for before, after in itertools.pairwise(versions):
         assert after["parent_version"] == before["version"]
         assert after["parent_snapshot_id"] == before["snapshot_id"]
     assert versions[3]["snapshot_id"] == versions[2]["snapshot_id"]

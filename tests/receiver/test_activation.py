@@ -61,7 +61,7 @@ def test_what_is_served_is_what_was_confirmed(failing, fallback):
     # The model: each try is three calls that end at the first that fails.
     position, wanted = 0, None
     for weights in tries:
-        for step in range(3):
+        for _ in range(3):
             failed = position in failing
             position += 1
             if failed:
@@ -70,7 +70,6 @@ def test_what_is_served_is_what_was_confirmed(failing, fallback):
             wanted = weights
         if wanted is not None:
             break
-        del step
     assert len(engine.calls) == position
     if wanted is None:
         assert (result.outcome, result.version, engine.paused) == ("latched", None, True)

@@ -35,7 +35,7 @@ def _measure(old: np.ndarray, new: np.ndarray, size: int) -> tuple[int, float, f
             np.copyto(buffer, new[start : start + size])
             encoded = encoder.change(old[start : start + size], buffer, width=2)
             assert encoded is not None
-            xxh3_128_digest(buffer)
+            xxh3_128_digest(buffer.data)
             chunks.append(encoded)
         encode_times.append(time.perf_counter() - started)
         stored = sum(len(encoded.payload) for encoded in chunks)
@@ -44,7 +44,7 @@ def _measure(old: np.ndarray, new: np.ndarray, size: int) -> tuple[int, float, f
             np.copyto(buffer, old[number * size : (number + 1) * size])
             payload = memoryview(encoded.payload)
             decoder.apply(buffer, encoded.encoding, encoded.changed, payload, width=2)
-            xxh3_128_digest(buffer)
+            xxh3_128_digest(buffer.data)
         apply_times.append(time.perf_counter() - started)
     return stored, _BYTES / statistics.median(encode_times) / 1e9, _BYTES / statistics.median(apply_times) / 1e9
 

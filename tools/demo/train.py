@@ -95,6 +95,11 @@ class Trainer:
         self._set_rate(self._learning_rate)
         return loss.item()
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Take the steps to come at another learning rate."""
+        self._learning_rate = learning_rate
+        self._set_rate(learning_rate)
+
     def step(self, *, batch: int = 4, length: int = 96) -> StepReport:
         """Take one step as RL post-training does.
 

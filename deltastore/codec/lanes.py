@@ -1,0 +1,142 @@
+"""The steps under the kernels: comparing 32 elements at once, and walking the bits of the answer.
+
+Each is one vector instruction or two in LLVM's own terms (an intrinsic: a function that writes its own code). Where
+those do not compile, or ``DELTASTORE_PLAIN_KERNELS=1`` asks for it, loops with the same results stand in for them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.core.errors import NumbaError
+from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = ["LANES", "changed_lanes", "count_bits", "jit", "lanes_of_class", "lowest_bit", "vectors_compile"]
+
+LANES = 32
+
+_ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
+
+#: numba's cache on disk does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
+jit = numba.njit(nogil=True, cache=not _ASKED_FOR_PLAIN)
+jit_step = numba.njit(nogil=True)
+#: Typed as anything: inside kernels an intrinsic is called without the typing context that its definition takes.
+_intrinsic: Any = intrinsic
+
+
+@_intrinsic
+def vector_changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
+    """Compare 32 elements of two arrays from ``start``: a uint32 whose bit ``i`` is set where element ``i`` differs.
+
+    One vector compare in LLVM's own terms, so that each machine uses the widest registers it has; numba's loop
+    vectoriser does not find this form by itself.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(signature.args[0].dtype.bitwidth), LANES)
+
+        def load(kind: Any, value: Any) -> Any:
+            data = context.make_array(kind)(context, builder, value).data
+            lanes = builder.load(builder.bitcast(builder.gep(data, [arguments[2]]), vector.as_pointer()))
+            lanes.align = 1  # tensors in a mapped file start anywhere
+            return lanes
+
+        old_lanes = load(signature.args[0], arguments[0])
+        new_lanes = load(signature.args[1], arguments[1])
+        return builder.bitcast(builder.icmp_unsigned("!=", old_lanes, new_lanes), ir.IntType(LANES))
+
+    return types.uint32(old, new, start), generate
+
+
+@_intrinsic
+def vector_lanes_of_class(_typing: Any, values: Any, start: Any, _wanted: Any) -> Any:
+    """Compare the class of 32 elements of a uint16 array from ``start``.
+
+    A uint32 whose bit ``i`` is set where it is ``wanted``.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(16), LANES)
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        lanes = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer()))
+        lanes.align = 1
+        classes = builder.and_(lanes, ir.Constant(vector, [0x7F80] * LANES))
+        wanted = builder.shl(builder.trunc(arguments[2], ir.IntType(16)), ir.Constant(ir.IntType(16), 7))
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), wanted, ir.Constant(ir.IntType(32), 0))
+        places = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        everywhere = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), places)
+        return builder.bitcast(builder.icmp_unsigned("==", classes, everywhere), ir.IntType(LANES))
+
+    return types.uint32(values, start, types.intp), generate
+
+
+@jit_step
+def plain_changed_lanes(old: Array, new: Array, start: int) -> Any:
+    """Do what ``vector_changed_lanes`` does, an element at a time."""
+    mask = np.uint32(0)
+    for lane in range(LANES):
+        mask = np.uint32(mask | (np.uint32(old[start + lane] != new[start + lane]) << np.uint32(lane)))
+    return mask
+
+
+@jit_step
+def plain_lanes_of_class(values: Array, start: int, wanted: int) -> Any:
+    """Do what ``vector_lanes_of_class`` does, an element at a time."""
+    mask = np.uint32(0)
+    for lane in range(LANES):
+        mask = np.uint32(mask | (np.uint32(((values[start + lane] >> 7) & 255) == wanted) << np.uint32(lane)))
+    return mask
+
+
+@jit
+def _try_vectors(values: Array) -> Any:
+    """Use both vector steps on a uint16 array of 32 elements."""
+    return vector_changed_lanes(values, values, 0) | vector_lanes_of_class(values, 0, 0)
+
+
+def vectors_compile() -> bool:
+    """Tell whether this machine's LLVM takes the vector steps."""
+    sample = np.zeros(LANES, np.uint16)
+    sample.flags.writeable = False
+    try:
+        _try_vectors(sample)
+    except (NumbaError, RuntimeError):  # numba's own words, and those of LLVM's verifier and code generator
+        return False
+    return True
+
+
+changed_lanes: Any
+lanes_of_class: Any
+if _ASKED_FOR_PLAIN or not vectors_compile():
+    changed_lanes, lanes_of_class = plain_changed_lanes, plain_lanes_of_class
+else:
+    changed_lanes, lanes_of_class = vector_changed_lanes, vector_lanes_of_class
+
+
+@_intrinsic
+def lowest_bit(_typing: Any, mask: Any) -> Any:
+    """Return the number of the lowest set bit of a non-zero uint32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        number = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+        return builder.zext(number, ir.IntType(64))
+
+    return types.intp(mask), generate
+
+
+@_intrinsic
+def count_bits(_typing: Any, mask: Any) -> Any:
+    """Return how many bits of a uint32 are set."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.zext(builder.ctpop(arguments[0]), ir.IntType(64))
+
+    return types.intp(mask), generate

@@ -1,0 +1,115 @@
+"""One try to publish a version: rows become parts, parts are uploaded, and an abandoned try leaves nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import deltastore.attempt
+from deltastore.attempt import Attempt
+from deltastore.codec import EncodedChunk, Encoding
+from deltastore.digest import hasher
+from deltastore.errors import StorageError
+from deltastore.part import ChunkRow
+from deltastore.snapshot import Schema, TensorSpec
+from deltastore.spool import Spool
+from deltastore.storage.local import LocalBackend
+from deltastore.testing import Fault, FaultyBackend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+XXH3 = hasher("xxh3-128")
+SCHEMA = Schema(TensorSpec(f"t{number:02d}", "U8", (100,)) for number in range(20))
+
+
+def rows(numbers: range, size: int = 1000) -> list[ChunkRow]:
+    return [
+        ChunkRow(number, 0, EncodedChunk(Encoding.FULL, 100, bytes(size)), bytes(16), bytes([number] * 16))
+        for number in numbers
+    ]
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return made(LocalBackend(tmp_path / "store"), tmp_path)
+
+
+def made(backend: LocalBackend | FaultyBackend, tmp_path: Path) -> Attempt:
+    return Attempt(backend, Spool(tmp_path / "spool"), stream_id="1" * 32, version=3, hash_function=XXH3)
+
+
+def objects(tmp_path: Path) -> dict[str, int]:
+    return {info.key: info.size for info in LocalBackend(tmp_path / "store").list("parts/")}
+
+
+def test_parts_are_closed_when_they_are_full_and_tell_their_range(
+    attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deltastore.attempt, "_PART_BYTES", 3000)
+    attempt.begin("model", SCHEMA)
+    attempt.add(rows(range(5)))
+    attempt.add(rows(range(5, 7)))
+    parts = attempt.end()
+    attempt.wait_uploaded()
+    assert [(part.chunks, part.first, part.last) for part in parts] == [(3, 0, 2), (3, 3, 5), (1, 6, 6)]
+    assert objects(tmp_path) == {part.key: part.size for part in parts}
+    assert all(part.key.startswith(f"parts/0000000003/{attempt.attempt_id}/model-") for part in parts)
+    for part in parts:
+        assert XXH3.of((tmp_path / "store" / part.key).read_bytes()) == part.digest
+    read = attempt.spooled_parts(SCHEMA)
+    assert [number for part in read for number in part.numbers.tolist()] == list(range(7))
+
+
+def test_many_tiny_rows_close_a_part_too(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltastore.attempt, "_PART_ROWS", 4)
+    attempt.begin("model", SCHEMA)
+    attempt.add(rows(range(10), size=1))
+    assert [part.chunks for part in attempt.end()] == [4, 4, 2]
+    attempt.wait_uploaded()
+
+
+def test_components_do_not_mix(attempt: Attempt) -> None:
+    attempt.begin("files", SCHEMA)
+    attempt.add(rows(range(2)))
+    files = attempt.end()
+    attempt.begin("model", SCHEMA)
+    attempt.add(rows(range(3)))
+    model = attempt.end()
+    attempt.wait_uploaded()
+    assert [part.chunks for part in files + model] == [2, 3]
+    assert [part.key.rpartition("/")[2] for part in files + model] == [
+        "files-00000.safetensors",
+        "model-00000.safetensors",
+    ]
+
+
+def test_nothing_changed_makes_no_part(attempt: Attempt) -> None:
+    attempt.begin("model", SCHEMA)
+    assert attempt.end() == ()
+    attempt.wait_uploaded()
+
+
+def test_an_abandoned_attempt_leaves_nothing_in_store_and_spool(attempt: Attempt, tmp_path: Path) -> None:
+    attempt.begin("model", SCHEMA)
+    attempt.add(rows(range(3)))
+    attempt.end()
+    attempt.put_object("model-schema.json", SCHEMA.to_json())
+    attempt.wait_uploaded()
+    assert len(objects(tmp_path)) == 2
+    attempt.abandon()
+    assert objects(tmp_path) == {}
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_what_an_upload_raised_is_raised_by_who_waits(tmp_path: Path) -> None:
+    script = [Fault(operation="write", error=lambda: StorageError("no route"))]
+    attempt = made(FaultyBackend(LocalBackend(tmp_path / "store"), script), tmp_path)
+    attempt.begin("model", SCHEMA)
+    attempt.add(rows(range(3)))
+    attempt.end()
+    with pytest.raises(StorageError, match="no route"):
+        attempt.wait_uploaded()
+    attempt.abandon()
+    assert objects(tmp_path) == {}

@@ -1,0 +1,175 @@
+"""``python -m tools.bench codec``: encode and apply in one process, against the yardstick and the machine's limits."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deltastore.codec import kernels
+from deltastore.codec.chunk import warm_up
+
+from .contenders import Files, Ours, Yardstick
+from .crew import Crew
+from .limits import limits, limits_section
+from .report import Column, Report, Section, Target, percent, rate, ratio, text
+from .synthetic import DENSITIES, KINDS, make_pair, unchanged_pair
+from .timing import gigabytes, medians
+from .trained import trained_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .pairs import Pair
+    from .report import Row
+    from .settings import Settings
+
+__all__ = ["run"]
+
+LEVELS = ("fast", "max")
+
+_COLUMNS = (
+    Column("data", "case", text),
+    Column("threads", "threads", text),
+    Column("changed", "changed", percent),
+    Column("xor GB/s", "yardstick_encode_gbps", rate),
+    Column("fast GB/s", "fast_encode_gbps", rate),
+    Column("fast", "fast_encode_ratio", ratio),
+    Column("max", "max_encode_ratio", ratio),
+    Column("xor stored", "yardstick_stored", percent),
+    Column("fast", "fast_stored_ratio", ratio),
+    Column("max", "max_stored_ratio", ratio),
+    Column("xor apply", "yardstick_apply_gbps", rate),
+    Column("fast GB/s", "fast_apply_gbps", rate),
+    Column("fast", "fast_apply_ratio", ratio),
+    Column("max", "max_apply_ratio", ratio),
+)
+
+
+def run(settings: Settings) -> Report:
+    """Measure every case at one thread and at all cores."""
+    warm_up([1, 2, 4])
+    found = limits(settings)
+    rows = [_measure(pair, threads, settings) for pair in _cases(settings) for threads in settings.threads]
+    table = Section("codec", "Encode, stored bytes, and apply; ratios are to the yardstick", _COLUMNS, rows)
+    kernel = _kernel(settings) / found["two_stream_read"]
+    return Report("codec", (limits_section(found), table), tuple(_targets(rows, found, kernel)))
+
+
+def _cases(settings: Settings) -> Iterator[Pair]:
+    size = settings.model_bytes(64, 16)
+    quick = {("bf16", 0.01), ("bf16", 0.02), ("f32", 1.0), ("fp8", 0.01), ("int4", 0.01), ("nvfp4", 0.01)}
+    for kind in KINDS:
+        for density in DENSITIES:
+            if settings.case in f"{kind} {density:.1%}" and (not settings.quick or (kind, density) in quick):
+                yield make_pair(kind, density, size)
+    if settings.case in "bf16 unchanged":
+        yield unchanged_pair(size)
+    if settings.case in "trained":
+        yield from trained_pairs(settings)
+
+
+def _measure(pair: Pair, threads: int, settings: Settings) -> Row:
+    with Crew(threads) as crew:
+        yardstick = Yardstick(pair, crew)
+        ours = {level: Ours(pair, level, crew) for level in LEVELS}
+        encode = medians(
+            {"yardstick": yardstick.encode, **{level: codec.encode for level, codec in ours.items()}},
+            rounds=settings.rounds,
+        )
+        apply = _apply(pair, yardstick, ours, settings)
+    row: Row = {
+        "case": pair.name,
+        "source": pair.source,
+        "threads": threads,
+        "bytes": pair.nbytes,
+        "changed": pair.changed(),
+        "yardstick_stored": yardstick.stored_bytes / pair.nbytes,
+        "yardstick_encode_gbps": gigabytes(pair.nbytes, encode["yardstick"]),
+        "yardstick_apply_gbps": gigabytes(pair.nbytes, apply["yardstick"]),
+    }
+    for level, codec in ours.items():
+        row |= {
+            f"{level}_encode_gbps": gigabytes(pair.nbytes, encode[level]),
+            f"{level}_encode_ratio": encode["yardstick"] / encode[level],
+            f"{level}_stored": codec.stored_bytes / pair.nbytes,
+            f"{level}_stored_ratio": codec.stored_bytes / yardstick.stored_bytes,
+            f"{level}_apply_gbps": gigabytes(pair.nbytes, apply[level]),
+            f"{level}_apply_ratio": apply["yardstick"] / apply[level],
+        }
+    return row
+
+
+def _apply(pair: Pair, yardstick: Yardstick, ours: dict[str, Ours], settings: Settings) -> dict[str, float]:
+    home = Path(tempfile.mkdtemp(dir=settings.directory))
+    try:
+        yardstick.prepare()
+        in_place, *others = (Files(home / name, pair) for name in ("yardstick", *ours))
+        contenders: dict[str, Any] = {"yardstick": lambda: yardstick.apply(in_place)}
+        for codec, files, level in zip(ours.values(), others, ours, strict=True):
+            codec.prepare()
+            contenders[level] = lambda codec=codec, files=files: codec.apply(files)
+        found = medians(contenders, rounds=settings.rounds)
+        assert all(files.is_new(pair) for files in others)
+        if settings.rounds % 2 == 0:  # one round to warm up, then an even number: an odd one ends at the new bytes
+            assert in_place.is_new(pair)
+        return found
+    finally:
+        shutil.rmtree(home)
+
+
+def _kernel(settings: Settings) -> float:
+    """Return GB/s of the comparison kernel, gaps and differences written, over bf16 that changed by 1.5 %."""
+    pair = make_pair("bf16", 0.015, settings.model_bytes(64, 16))
+    views = [(pair.old[spec.name].view("<u2"), pair.new[spec.name].view("<u2")) for spec in pair.schema]
+    for old, new in views:
+        old.flags.writeable = new.flags.writeable = False
+    size = max(old.size for old, _ in views)
+    gaps, differences = np.empty(size // 4 + size // 255 + 64, np.uint8), np.empty(size // 4 + 64, np.uint16)
+
+    def scan() -> None:
+        for old, new in views:
+            kernels.extract_sparse(old, new, size // 4, gaps, differences)
+
+    return gigabytes(pair.nbytes, medians({"scan": scan}, rounds=settings.rounds)["scan"])
+
+
+def _targets(rows: list[Row], found: dict[str, float], kernel: float) -> Iterator[Target]:
+    """Compare with the figures of the plan; for several cases the worst one counts."""
+    one = [row for row in rows if row["threads"] == 1]
+    usual = [row for row in one if row["case"].startswith("bf16") and 0.009 < row["changed"] < 0.025]
+    trained = [row for row in one if row["source"] == "trained"]
+    dense = [row for row in one if row["case"] == "f32 100.0%"]
+    same = [row for row in one if row["case"] == "bf16 unchanged"]
+    yield Target("comparison kernel / two-stream read", 0.5, kernel)
+    for name, chosen in (("bf16 1-2 %", usual), ("trained", trained)):
+        if chosen:
+            yield Target(f"encode, fast, {name}", 3.5, min(row["fast_encode_ratio"] for row in chosen))
+            yield Target(f"encode, max, {name}", 1.0, min(row["max_encode_ratio"] for row in chosen))
+            yield Target(f"apply, fast, {name}", 2.5, min(row["fast_apply_ratio"] for row in chosen))
+    if trained:
+        yield Target("stored, fast, trained", 0.50, max(row["fast_stored_ratio"] for row in trained), at_most=True)
+        yield Target("stored, max, trained", 0.40, max(row["max_stored_ratio"] for row in trained), at_most=True)
+    if dense:
+        yield Target("encode, fast, f32 all changed", 0.8, min(row["fast_encode_ratio"] for row in dense))
+        yield Target("apply, fast, f32 all changed", 0.8, min(row["fast_apply_ratio"] for row in dense))
+        yield Target("stored, fast, f32 all changed", 1.0, dense[0]["fast_stored_ratio"], at_most=True)
+    if same:
+        yield Target("unchanged / two-stream read", 0.8, same[0]["fast_encode_gbps"] / found["two_stream_read"])
+    yield from _scaling(rows, found)
+
+
+def _scaling(rows: list[Row], found: dict[str, float]) -> Iterator[Target]:
+    """All cores against one: 1.7 times, or 80 % of the memory bandwidth, whichever is less."""
+    pairs = {(row["case"], row["threads"]): row for row in rows}
+    most = max(row["threads"] for row in rows) if rows else 1
+    cases = [row["case"] for row in rows if row["threads"] == 1 and row["case"].startswith(("bf16 1.0", "bf16 2.0"))]
+    for case in cases if most > 1 else ():
+        one, all_cores = pairs[case, 1], pairs[case, most]
+        for what in ("encode", "apply"):
+            key = f"fast_{what}_gbps"
+            wanted = min(1.7, 0.8 * found["two_stream_read"] / one[key])
+            yield Target(f"{what}, all cores / one, {case}", wanted, all_cores[key] / one[key])

@@ -1,0 +1,185 @@
+"""The two codecs side by side, in one process and on the same bytes: this project's, and the yardstick.
+
+Encoding starts from arrays in memory and ends with all that is stored, digests included. Applying goes from or into a
+file in the page cache: ours reads the old bytes from one file, checks the new digest, and writes to another file; the
+yardstick changes a mapped file in place, and checks afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deltastore.checkpoint import open_checkpoint
+from deltastore.codec.chunk import ChunkEncoder
+from deltastore.digest import hasher
+from deltastore.interop.xor import XorDecoder, XorDelta, XorEncoder, checksum
+from deltastore.manifest import MODEL
+from deltastore.materialize import write_all
+from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
+from deltastore.patch import Patch
+from deltastore.snapshot import CHUNK_BYTES, snapshot_id
+
+from .pairs import write_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from deltastore.snapshot import Digests, Schema, TensorSpec
+
+    from .crew import Crew
+    from .pairs import Pair
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+__all__ = ["Files", "Ours", "Yardstick"]
+
+_IDENTITY = PartIdentity("0" * 32, 1, "0" * 32, MODEL)
+_RUN = 4
+
+
+class Files:
+    """Two checkpoint directories with the old bytes, in the page cache: ``source`` is read, ``target`` written."""
+
+    def __init__(self, directory: Path, pair: Pair) -> None:
+        self.source = write_checkpoint(directory / "source", pair.schema, pair.old)
+        self.target = write_checkpoint(directory / "target", pair.schema, pair.old)
+
+    def is_new(self, pair: Pair) -> bool:
+        """Whether the target holds the new bytes."""
+        found = open_checkpoint(self.target)
+        return all(np.array_equal(found.tensor(spec.name), pair.new[spec.name]) for spec in pair.schema)
+
+
+def _runs(schema: Schema) -> Iterator[tuple[TensorSpec, int, int]]:
+    """Cut all tensors into the runs of chunks that threads share out: (tensor, first chunk, chunk after the last)."""
+    for spec in schema:
+        for first in range(0, spec.chunks, _RUN):
+            yield spec, first, min(first + _RUN, spec.chunks)
+
+
+class Ours:
+    """This project's codec at one level: encodes chunk by chunk as the writer does, applies as the receiver does."""
+
+    def __init__(self, pair: Pair, level: str, crew: Crew) -> None:
+        self.pair = pair
+        self._level = level
+        self._crew = crew
+        self._hash = hasher("xxh3-128")
+        self._local = threading.local()
+        self._rows: list[ChunkRow] = []
+        self.stored_bytes = 0
+        self._before = self._digests(pair.old)
+
+    def _digests(self, content: Any) -> Digests:
+        table = np.zeros((self.pair.schema.chunks, self._hash.size), np.uint8)
+        for spec in self.pair.schema:
+            for chunk in range(spec.chunks):
+                piece = content[spec.name][slice(*spec.chunk_range(chunk))]
+                number = self.pair.schema.chunk_number(spec.name, chunk)
+                table[number] = np.frombuffer(self._hash.digest(np.ascontiguousarray(piece)), np.uint8)
+        return table
+
+    def encode(self) -> None:
+        """Encode the whole pair."""
+        results = self._crew.map(self._encode_run, _runs(self.pair.schema))
+        self._rows = [row for rows in results for row in rows]
+        self.stored_bytes = sum(len(row.encoded.payload) for row in self._rows)
+
+    def _encode_run(self, run: tuple[TensorSpec, int, int]) -> list[ChunkRow]:
+        local = self._local
+        if not hasattr(local, "encoder"):
+            local.encoder = ChunkEncoder(self._level)
+            local.buffer = np.empty(CHUNK_BYTES, np.uint8)
+        spec, first, end = run
+        old_tensor, new_tensor = self.pair.old[spec.name], self.pair.new[spec.name]
+        position = self.pair.schema.position(spec.name)
+        number = self.pair.schema.chunk_number(spec.name, 0)
+        rows = []
+        for chunk in range(first, end):
+            start, stop = spec.chunk_range(chunk)
+            new = local.buffer[: stop - start]
+            np.copyto(new, new_tensor[start:stop])
+            encoded = local.encoder.change(old_tensor[start:stop], new, width=spec.width)
+            if encoded is not None:
+                before = self._before[number + chunk].tobytes()
+                rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(new)))
+        return rows
+
+    def prepare(self) -> None:
+        """Make of what was encoded the part that a receiver has fetched and verified."""
+        schema = self.pair.schema
+        data = build_part(self._rows, _IDENTITY, digest_size=self._hash.size)
+        self._part = parse_part(data, _IDENTITY, schema, self._hash, key="part")
+        self._after = snapshot_id(schema, self._digests(self.pair.new), self._hash)
+
+    def apply(self, files: Files) -> None:
+        """Build the new bytes in ``files.target`` from the old ones in ``files.source``."""
+        source, target = open_checkpoint(files.source), open_checkpoint(files.target)
+        places: dict[str, tuple[int, int]] = {}
+        descriptors = []
+        for file in target.layout.files:
+            descriptors.append(os.open(files.target / file.name, os.O_WRONLY))
+            places |= {placed.spec.name: (descriptors[-1], placed.start) for placed in file.header.tensors}
+
+        def write(spec: TensorSpec, chunk: int, data: Bytes) -> None:
+            descriptor, start = places[spec.name]
+            write_all(descriptor, data, start + chunk * CHUNK_BYTES)
+
+        patch = Patch(self.pair.schema, self._hash, before=self._before)
+        patch.add_delta([self._part])
+        patch.seal(self._after)
+        patch.run(source.chunk, write, everything=True, workers=self._crew.threads)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+class Yardstick:
+    """XOR, zstd-1 and xxh3-128 over whole tensors, patched in place: what is in use elsewhere."""
+
+    def __init__(self, pair: Pair, crew: Crew) -> None:
+        self.pair = pair
+        self._crew = crew
+        self._local = threading.local()
+        self._deltas: list[XorDelta] = []
+        self._old_checksums: list[str] = []
+        self._forward = True
+        self.stored_bytes = 0
+
+    def encode(self) -> None:
+        """Encode the whole pair."""
+        self._deltas = self._crew.map(self._encode_tensor, self.pair.schema)
+        self.stored_bytes = sum(len(delta.frame) for delta in self._deltas)
+
+    def _encode_tensor(self, spec: TensorSpec) -> XorDelta:
+        if not hasattr(self._local, "encoder"):
+            self._local.encoder = XorEncoder()
+        delta: XorDelta = self._local.encoder.encode(self.pair.old[spec.name], self.pair.new[spec.name])
+        return delta
+
+    def prepare(self) -> None:
+        """Note the checksums of the old bytes: the way back, so that every round has something to do."""
+        self._old_checksums = [checksum(self.pair.old[spec.name]) for spec in self.pair.schema]
+
+    def apply(self, files: Files) -> None:
+        """Patch ``files.target`` in place; every other call takes it back to the old bytes."""
+        checkpoint = open_checkpoint(files.target)
+        places: dict[str, tuple[Bytes, int, int]] = {}
+        for file in checkpoint.layout.files:
+            mapped = np.asarray(np.memmap(files.target / file.name, np.uint8, "r+"))
+            places |= {placed.spec.name: (mapped, placed.start, placed.end) for placed in file.header.tensors}
+
+        def patch(number: int) -> None:
+            if not hasattr(self._local, "decoder"):
+                self._local.decoder = XorDecoder()
+            spec, delta = self.pair.schema.tensors[number], self._deltas[number]
+            mapped, start, end = places[spec.name]
+            wanted = delta.checksum if self._forward else self._old_checksums[number]
+            self._local.decoder.apply(mapped[start:end], delta.frame, wanted, name=spec.name)
+
+        self._crew.map(patch, range(len(self.pair.schema)))
+        self._forward = not self._forward

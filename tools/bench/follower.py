@@ -1,0 +1,85 @@
+"""A receiver that follows a store step by step, over a link as slow as is wanted. Imports no torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from deltastore.reader import store_at
+from deltastore.storage import open_backend
+from receiver.patcher import Patcher
+from receiver.slots import Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from deltastore.reader import Store
+    from deltastore.storage import Backend, Buffer, ObjectInfo
+    from receiver.patcher import Patched
+
+__all__ = ["Follower", "SlowBackend"]
+
+
+class SlowBackend:
+    """A backend behind a link that carries ``bytes_per_second``, shared by all who read at a time."""
+
+    def __init__(self, inner: Backend, bytes_per_second: float) -> None:
+        self._inner = inner
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    @property
+    def url(self) -> str:
+        """Where the store behind the link is."""
+        return self._inner.url
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """Read an object; returns when its last byte would have come over the link."""
+        data = self._inner.read(key, limit=limit)
+        with self._lock:
+            arrival = self._free_at = max(time.monotonic(), self._free_at) + len(data) / self._rate
+        time.sleep(max(0.0, arrival - time.monotonic()))
+        return data
+
+    def write(self, key: str, data: Buffer) -> None:
+        """Write at once: only reading is slow."""
+        self._inner.write(key, data)
+
+    def create(self, key: str, data: Buffer) -> None:
+        """Create at once."""
+        self._inner.create(key, data)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List at once."""
+        return self._inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """Delete at once."""
+        self._inner.delete(key)
+
+
+class Follower:
+    """A receiver's patcher that goes one version on at every call."""
+
+    def __init__(self, home: Path, *, threads: int, bytes_per_second: float | None = None) -> None:
+        backend = open_backend(str(home / "store"))
+        self.store: Store = store_at(SlowBackend(backend, bytes_per_second) if bytes_per_second else backend)
+        self._slots = Slots(home / "checkpoint")
+        self._slots.lock()
+        self._patcher = Patcher(self.store, self._slots, workers=threads)
+        live = self._patcher.adopt()
+        assert live is not None
+        self.version = live.record.version
+        self.last: Patched | None = None
+
+    def advance(self) -> None:
+        """Fetch and apply the next version, durably, and make it live."""
+        self.last = self._patcher.move_to(self.store.manifest(self.version + 1))
+        self.version += 1
+
+    def close(self) -> None:
+        """Let another receiver work on the checkpoint."""
+        self._slots.unlock()

@@ -1,0 +1,72 @@
+"""What the machine itself can do, measured in the same run: no codec can be faster than these."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from deltastore.materialize import write_all
+
+from .report import Column, Section, rate, text
+from .timing import gigabytes, medians
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .settings import Settings
+
+__all__ = ["limits", "limits_section"]
+
+_PIECE = 8 << 20
+
+
+@numba.njit(nogil=True, cache=True)
+def _read_both(one: Any, other: Any) -> Any:
+    """Read two arrays of uint64 and keep one number of them: nothing but the loads, and an XOR and an OR a word."""
+    found = np.uint64(0)
+    for i in range(one.size):
+        found |= one[i] ^ other[i]
+    return found
+
+
+def limits(settings: Settings) -> dict[str, float]:
+    """Return GB/s on one thread.
+
+    ``memcpy`` counts the bytes copied; ``two_stream_read`` the bytes of one of two arrays that are read side by side,
+    as a comparison does; ``xxh3`` the bytes hashed; ``disk_write`` the bytes written in order and made durable.
+    """
+    size = 32 << 20 if settings.quick else 256 << 20
+    one, other = np.full(size, 1, np.uint8), np.full(size, 2, np.uint8)
+    words = one.view(np.uint64), other.view(np.uint64)
+    found = medians(
+        {
+            "memcpy": lambda: np.copyto(one, other),
+            "two_stream_read": lambda: _read_both(*words),
+            "xxh3": lambda: xxh3_128_digest(one.data),
+            "disk_write": lambda: _write(settings.directory / "limit", one),
+        },
+        rounds=settings.rounds,
+    )
+    return {name: gigabytes(size, elapsed) for name, elapsed in found.items()}
+
+
+def _write(path: Path, data: np.ndarray[Any, Any]) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        for start in range(0, data.size, _PIECE):
+            write_all(descriptor, data[start : start + _PIECE], start)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def limits_section(found: dict[str, float]) -> Section:
+    """Return the table of the limits."""
+    columns = (Column("limit of the machine, one thread", "limit", text), Column("GB/s", "gbps", rate))
+    rows = [{"limit": name, "gbps": value} for name, value in found.items()]
+    return Section("limits", "Physical limits", columns, rows)
