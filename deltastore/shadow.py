@@ -73,21 +73,23 @@ class Shadow:
             local.encoder = ChunkEncoder(self._level)
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         rows = []
-        for position, chunk, new, where in self._versions(runs, local.buffer):
+        for position, chunk, given, where in self._versions(runs, local.buffer):
             spec = self.schema.tensors[position]
             start, stop = spec.chunk_range(chunk)
             old = self._tensors[position][start:stop]
             if where is None:
-                encoded = local.encoder.change(old, new, width=spec.width)
+                encoded = local.encoder.change(old, given, width=spec.width)
+                new = local.encoder.kept
             else:
-                encoded = local.encoder.change_at(old, new, where, width=spec.width)
+                encoded = local.encoder.change_at(old, given, where, width=spec.width)
+                new = given
             if encoded is not None:
                 old_digest = self.digests[int(self.schema.first_chunk[position]) + chunk].tobytes()
                 rows.append(ChunkRow(position, chunk, encoded, old_digest, self.hash.digest(new)))
         return rows
 
     def _versions(self, runs: Sequence[Run], buffer: Bytes) -> Iterator[Version]:
-        """Yield private copies: difference and digest are of the same bytes even if the trainer breaks its promise."""
+        """Yield each chunk's new bytes, and where they changed if that is known: then they are a private copy."""
         device = self._device_shadow() if any(isinstance(run[1], DeviceBytes) for run in runs) else None
         changes = device.compare(runs) if device is not None else []
         for number, (position, content, first, end) in enumerate(runs):
@@ -97,9 +99,7 @@ class Shadow:
             spec = self.schema.tensors[position]
             for chunk in range(first, end):
                 start, stop = spec.chunk_range(chunk)
-                new = buffer[: stop - start]
-                np.copyto(new, content(start, stop))
-                yield position, chunk, new, None
+                yield position, chunk, content(start, stop), None
 
     def _device_shadow(self) -> DeviceShadow:
         with self._device_lock:

@@ -51,7 +51,7 @@ def _elements(data: Bytes, width: int) -> Array:
 class ChunkEncoder:
     """Encodes chunks at one level. Keeps scratch memory of a few chunks: one encoder a thread."""
 
-    __slots__ = ("_contextual", "_scratch", "_streams")
+    __slots__ = ("_buffer", "_contextual", "_scratch", "_streams", "kept")
 
     def __init__(self, level: str = "fast") -> None:
         if level not in LEVELS:
@@ -59,16 +59,26 @@ class ChunkEncoder:
         self._streams = StreamWriter(LEVELS[level])
         self._contextual = level == "max"
         self._scratch = np.empty(0, np.uint8)
+        self._buffer = np.empty(0, np.uint8)
+        self.kept: Bytes = self._buffer
 
     def change(self, old: Bytes, new: Bytes, *, width: int) -> EncodedChunk | None:
         """Encode the change between two versions of a chunk: uint8 of the same length, a multiple of ``width`` bytes.
 
-        Returns ``None`` when nothing changed.
+        Returns ``None`` when nothing changed. ``kept`` then holds the new bytes that were compared and encoded: a
+        private copy, taken in the same pass, which stays one with the encoding even if somebody writes to ``new``
+        meanwhile.
         """
         if old.size != new.size:
             raise ValueError(f"a chunk of {old.size} bytes cannot become one of {new.size}")
         old_elements, new_elements = _elements(old, width), _elements(new, width)
+        if self._buffer.size < new.size:
+            self._buffer = np.empty(new.size, np.uint8)
+        self.kept = self._buffer[: new.size]
+        kept = self.kept.view(_ELEMENT[width])
         if self._contextual and width == 2:
+            np.copyto(kept, new_elements)
+            new_elements = _elements(self.kept, width)
             changed = kernels.count_changes(old_elements, new_elements)
             if self._suits_contexts(changed, new_elements):
                 return encode_contextual(old_elements, new_elements, self._streams)
@@ -77,16 +87,19 @@ class ChunkEncoder:
         scratch = self._take_scratch(gaps_limit + (limit + _SLACK) * width)
         gaps = scratch[scratch.size - gaps_limit :]
         differences = scratch[: scratch.size - gaps_limit].view(_ELEMENT[width])
-        changed, gaps_size = kernels.extract_sparse(old_elements, new_elements, limit, gaps, differences)
+        changed, gaps_size = kernels.extract_sparse(old_elements, new_elements, kept, limit, gaps, differences)
         if changed == 0:
             return None
         if changed > 0:
             return self._sparse(gaps[:gaps_size], differences[:changed])
-        changed = kernels.count_changes(old_elements, new_elements)
-        if kernels.count_far(old_elements, new_elements) * 4 > new_elements.size:
-            return self._planes(Encoding.FULL, new_elements, changed)
-        differences = np.empty_like(new_elements)
-        kernels.zigzag(old_elements, new_elements, differences)
+        return self._many(old_elements, _elements(self.kept, width))
+
+    def _many(self, old: Array, new: Array) -> EncodedChunk:
+        changed = kernels.count_changes(old, new)
+        if kernels.count_far(old, new) * 4 > new.size:
+            return self._planes(Encoding.FULL, new, changed)
+        differences = np.empty_like(new)
+        kernels.zigzag(old, new, differences)
         return self._planes(Encoding.DENSE, differences, changed)
 
     def change_at(self, old: Bytes, new: Bytes, positions: Positions, *, width: int) -> EncodedChunk | None:

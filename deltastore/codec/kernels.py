@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
-from .lanes import LANES, changed_lanes, count_bits, jit, lowest_bit
+from .lanes import LANES, changed_lanes, count_bits, jit, keep_lanes, lowest_bit
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -94,31 +94,37 @@ def _append_gap(gaps: Array, length: int, gap: int) -> int:
 
 
 @jit
-def extract_sparse(old: Array, new: Array, limit: int, gaps: Array, differences: Array) -> tuple[int, int]:
-    """Write the gaps and differences of the changed elements in one pass over both inputs.
+def extract_sparse(old: Array, new: Array, kept: Array, limit: int, gaps: Array, differences: Array) -> tuple[int, int]:
+    """Copy ``new`` to ``kept``, and write gaps and differences of what changed, in one pass over both inputs.
 
-    ``gaps``: uint8 (limit + 32 + elements // 255 + 1,); ``differences``: the inputs' type, (limit + 32,). Returns the
-    number of changed elements and the length of the gap stream; (-1, 0) as soon as more than ``limit`` are found.
+    Everything is taken from the copy: whoever writes to ``new`` meanwhile cannot make it and the streams disagree.
+    ``kept``: as long as the inputs; ``gaps``: uint8 (limit + 32 + elements // 255 + 1,); ``differences``: the inputs'
+    type, (limit + 32,). Returns the number of changed elements and the length of the gap stream; (-1, 0) when more
+    than ``limit`` changed, with the copy complete all the same.
     """
     found = 0
     length = 0
     following = 0
     whole = old.size - old.size % LANES
     for start in range(0, whole, LANES):
-        mask = changed_lanes(old, new, start)
+        keep_lanes(new, kept, start)
+        mask = changed_lanes(old, kept, start)
         while mask:
             i = start + lowest_bit(mask)
             mask = np.uint32(mask & (mask - np.uint32(1)))
             length = _append_gap(gaps, length, i - following)
-            differences[found] = old.dtype.type(new[i] - old[i])
+            differences[found] = old.dtype.type(kept[i] - old[i])
             following = i + 1
             found += 1
         if found > limit:
+            for i in range(start + LANES, old.size):
+                kept[i] = new[i]
             return -1, 0
     for i in range(whole, old.size):
-        if old[i] != new[i]:
+        kept[i] = new[i]
+        if old[i] != kept[i]:
             length = _append_gap(gaps, length, i - following)
-            differences[found] = old.dtype.type(new[i] - old[i])
+            differences[found] = old.dtype.type(kept[i] - old[i])
             following = i + 1
             found += 1
     return (found, length) if found <= limit else (-1, 0)

@@ -19,7 +19,16 @@ from numba.extending import intrinsic
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = ["LANES", "changed_lanes", "count_bits", "jit", "lanes_of_class", "lowest_bit", "vectors_compile"]
+__all__ = [
+    "LANES",
+    "changed_lanes",
+    "count_bits",
+    "jit",
+    "keep_lanes",
+    "lanes_of_class",
+    "lowest_bit",
+    "vectors_compile",
+]
 
 LANES = 32
 
@@ -78,6 +87,32 @@ def vector_lanes_of_class(_typing: Any, values: Any, start: Any, _wanted: Any) -
     return types.uint32(values, start, types.intp), generate
 
 
+@_intrinsic
+def vector_keep_lanes(_typing: Any, values: Any, out: Any, start: Any) -> Any:
+    """Copy 32 elements of an array from ``start`` to the same place in another one: one load, one store."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(signature.args[0].dtype.bitwidth), LANES)
+
+        def place(kind: Any, value: Any) -> Any:
+            data = context.make_array(kind)(context, builder, value).data
+            return builder.bitcast(builder.gep(data, [arguments[2]]), vector.as_pointer())
+
+        lanes = builder.load(place(signature.args[0], arguments[0]))
+        lanes.align = 1
+        builder.store(lanes, place(signature.args[1], arguments[1]), align=1)
+        return context.get_dummy_value()
+
+    return types.none(values, out, start), generate
+
+
+@jit_step
+def plain_keep_lanes(values: Array, out: Array, start: int) -> None:
+    """Do what ``vector_keep_lanes`` does, an element at a time."""
+    for lane in range(LANES):
+        out[start + lane] = values[start + lane]
+
+
 @jit_step
 def plain_changed_lanes(old: Array, new: Array, start: int) -> Any:
     """Do what ``vector_changed_lanes`` does, an element at a time."""
@@ -98,7 +133,8 @@ def plain_lanes_of_class(values: Array, start: int, wanted: int) -> Any:
 
 @jit
 def _try_vectors(values: Array) -> Any:
-    """Use both vector steps on a uint16 array of 32 elements."""
+    """Use all vector steps on a uint16 array of 32 elements."""
+    vector_keep_lanes(values, np.empty(LANES, np.uint16), 0)
     return vector_changed_lanes(values, values, 0) | vector_lanes_of_class(values, 0, 0)
 
 
@@ -114,11 +150,12 @@ def vectors_compile() -> bool:
 
 
 changed_lanes: Any
+keep_lanes: Any
 lanes_of_class: Any
 if _ASKED_FOR_PLAIN or not vectors_compile():
-    changed_lanes, lanes_of_class = plain_changed_lanes, plain_lanes_of_class
+    changed_lanes, keep_lanes, lanes_of_class = plain_changed_lanes, plain_keep_lanes, plain_lanes_of_class
 else:
-    changed_lanes, lanes_of_class = vector_changed_lanes, vector_lanes_of_class
+    changed_lanes, keep_lanes, lanes_of_class = vector_changed_lanes, vector_keep_lanes, vector_lanes_of_class
 
 
 @_intrinsic

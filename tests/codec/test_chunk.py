@@ -416,3 +416,22 @@ def test_as_many_gap_bytes_as_the_chunk_can_need_are_accepted_and_no_more() -> N
 def test_a_chunk_cannot_change_its_length() -> None:
     with pytest.raises(ValueError, match="cannot become"):
         ChunkEncoder().change(np.zeros(8, np.uint8), np.zeros(6, np.uint8), width=2)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("level", sorted(LEVELS))
+@pytest.mark.parametrize("share", [0, 0.02, 0.4, 1])
+def test_what_was_encoded_is_kept_as_a_private_copy(width: int, level: str, share: float) -> None:
+    rng = np.random.default_rng(8)
+    old = rng.integers(0, 256, 1500 * width, np.uint8)
+    new = old.copy()
+    moved = rng.random(1500) < share
+    new.reshape(1500, width)[moved, 0] ^= 1
+    before = new.copy()
+    encoder = ChunkEncoder(level)
+    encoded = encoder.change(old, new, width=width)
+    new[:] = 0  # a trainer that does not keep its promise
+    assert (encoder.kept == before).all()
+    if encoded is not None:
+        arguments = (encoded.encoding, encoded.changed, encoded.payload)
+        assert decode(old.tobytes(), *arguments, width=width) == before.tobytes()

@@ -70,8 +70,11 @@ def chunk_pairs(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
 def extract(old: np.ndarray, new: np.ndarray, changed: int) -> tuple[bytes, bytes, list[bytes]]:
     gaps, gaps_buffer = guarded((changed + 32 + old.size // 255 + 1,), np.dtype(np.uint8))
     differences, differences_buffer = guarded((changed + 32,), old.dtype)
-    found, length = kernels.extract_sparse(old, new, changed, gaps, differences)
+    kept, kept_buffer = guarded(old.shape, old.dtype)
+    found, length = kernels.extract_sparse(old, new, kept, changed, gaps, differences)
     assert found == changed
+    assert (kept == new).all()
+    assert_guards_hold(kept_buffer)
     signs, signs_buffer = guarded((changed,), np.dtype(np.uint8))
     magnitudes, magnitudes_buffer = guarded((changed,), old.dtype)
     kernels.split_signs(frozen(differences[:changed]), signs, magnitudes)
@@ -96,8 +99,11 @@ def test_extraction_stops_once_more_elements_changed_than_the_limit(pair: tuple[
     changed = len(reference.changed_positions(old, new, width))
     gaps, gaps_buffer = guarded((limit + 32 + before.size // 255 + 1,), np.dtype(np.uint8))
     differences, differences_buffer = guarded((limit + 32,), before.dtype)
-    found, _ = kernels.extract_sparse(before, after, limit, gaps, differences)
+    kept, kept_buffer = guarded(before.shape, before.dtype)
+    found, _ = kernels.extract_sparse(before, after, kept, limit, gaps, differences)
     assert found == (changed if changed <= limit else -1)
+    assert (kept == after).all()
+    assert_guards_hold(kept_buffer)
     assert_guards_hold(gaps_buffer)
     assert_guards_hold(differences_buffer)
 

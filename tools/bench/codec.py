@@ -129,10 +129,11 @@ def _kernel(settings: Settings) -> float:
         old.flags.writeable = new.flags.writeable = False
     size = max(old.size for old, _ in views)
     gaps, differences = np.empty(size // 4 + size // 255 + 64, np.uint8), np.empty(size // 4 + 64, np.uint16)
+    kept = np.empty(size, np.uint16)
 
     def scan() -> None:
         for old, new in views:
-            kernels.extract_sparse(old, new, size // 4, gaps, differences)
+            kernels.extract_sparse(old, new, kept[: old.size], size // 4, gaps, differences)
 
     return gigabytes(pair.nbytes, medians({"scan": scan}, rounds=settings.rounds)["scan"])
 
