@@ -94,7 +94,6 @@ class Ours:
         local = self._local
         if not hasattr(local, "encoder"):
             local.encoder = ChunkEncoder(self._level)
-            local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         spec, first, end = run
         old_tensor, new_tensor = self.pair.old[spec.name], self.pair.new[spec.name]
         position = self.pair.schema.position(spec.name)
@@ -102,12 +101,10 @@ class Ours:
         rows = []
         for chunk in range(first, end):
             start, stop = spec.chunk_range(chunk)
-            new = local.buffer[: stop - start]
-            np.copyto(new, new_tensor[start:stop])
-            encoded = local.encoder.change(old_tensor[start:stop], new, width=spec.width)
+            encoded = local.encoder.change(old_tensor[start:stop], new_tensor[start:stop], width=spec.width)
             if encoded is not None:
                 before = self._before[number + chunk].tobytes()
-                rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(new)))
+                rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(local.encoder.kept)))
         return rows
 
     def prepare(self) -> None:
