@@ -25,9 +25,22 @@ LANES = 32
 
 _ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
 
-#: numba's cache on disk does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
-jit = numba.njit(nogil=True, cache=not _ASKED_FOR_PLAIN)
-jit_step = numba.njit(nogil=True)
+jit_step: Any = numba.njit(nogil=True)
+
+
+def jit(function: Any) -> Any:
+    """Compile a kernel, and keep it in numba's cache on disk where there is a place for one.
+
+    That cache does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
+    """
+    if not _ASKED_FOR_PLAIN:
+        try:
+            return numba.njit(nogil=True, cache=True)(function)
+        except RuntimeError:  # a user without a home, a package that is read-only: compiled anew in each process
+            pass
+    return jit_step(function)
+
+
 #: Typed as anything: inside kernels an intrinsic is called without the typing context that its definition takes.
 _intrinsic: Any = intrinsic
 
