@@ -135,6 +135,8 @@ class Checkpoint:
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a checkpoint directory; raises ``CheckpointError`` when it is missing, torn or not in the format."""
     root = Path(directory)
+    if root.is_symlink():
+        root = root.resolve()  # once: a receiver may swap its link between two files of it
     try:
         entries = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
     except OSError as error:
