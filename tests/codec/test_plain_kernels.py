@@ -89,3 +89,25 @@ def test_without_a_place_for_a_cache_kernels_are_compiled_in_each_process() -> N
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("damage", ["torn", "unwritable"])
+def test_a_cache_that_fails_costs_time_and_nothing_else(damage: str, tmp_path: Path) -> None:
+    # Only the kernels of this module are compiled: the others' caches are made by the same decorator.
+    code = "import numpy as np; from deltastore.codec import lanes; lanes._try_vectors(np.zeros(32, np.uint16))"
+    if damage == "unwritable":
+        code = (
+            "from numba.core import caching\n"
+            "def full(*_): raise OSError(28, 'No space left on device')\n"
+            "caching.IndexDataCacheFile.save = full\n"
+        ) + code
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    for attempt in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, (attempt, run.stderr)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert bool(files) == (damage == "torn")
+        for path in files:
+            path.write_bytes(path.read_bytes()[:10])
