@@ -135,6 +135,8 @@ class Checkpoint:
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a checkpoint directory; raises ``CheckpointError`` when it is missing, torn or not in the format."""
     root = Path(directory)
+    if root.is_symlink():
+        root = root.resolve()  # once: a receiver may swap its link between two files of it
     try:
         entries = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
     except OSError as error:
@@ -156,7 +158,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         if held.get(tensor) != name:
             index = root / indexes[0]
             raise CheckpointError(f"{index} says that {name} holds {tensor!r}; it does not.", key=str(index))
-    return Checkpoint(root, Layout(files), tuple(_other_files(root)))
+    return Checkpoint(root, Layout(files), tuple(_other_files(root, set(names))))
 
 
 def _only_weight_file(root: Path, entries: list[str]) -> str:
@@ -202,11 +204,13 @@ def _read_weight_file(root: Path, name: str) -> WeightFile:
         raise CheckpointError(str(error), key=str(path), hint="Save the checkpoint again.") from error
 
 
-def _other_files(root: Path) -> Iterator[str]:
+def _other_files(root: Path, weights: set[str]) -> Iterator[str]:
     """Yield the relative names of all files that are neither weights nor hidden, in ascending order."""
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        if path.suffix.lower() not in _OTHER_WEIGHTS and is_safe_path(name) and path.is_file():
+        if name in weights or path.suffix.lower() in _OTHER_WEIGHTS:  # an index may give weights any name
+            continue
+        if is_safe_path(name) and path.is_file():
             yield name
 
 

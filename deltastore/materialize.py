@@ -10,6 +10,7 @@ import os
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
+from .digest import DEFAULT_HASH, hasher
 from .snapshot import CHUNK_BYTES
 from .spool import disk_error
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 __all__ = ["DirectoryWriter", "sync_directory", "write_all", "write_file"]
+
+_LONG_NAME = 240
 
 
 def write_all(descriptor: int, data: Any, offset: int) -> None:
@@ -48,7 +51,9 @@ def sync_directory(directory: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Create or replace a small file atomically and durably."""
-    draft = path.with_name(f".{path.name}.draft")
+    # The longest names that a file system takes leave no room for ours.
+    name = path.name if len(os.fsencode(path.name)) < _LONG_NAME else hasher(DEFAULT_HASH).of(os.fsencode(path.name))
+    draft = path.with_name(f".{name}.draft")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import stat
 from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
@@ -122,23 +124,33 @@ def restore(
 ) -> Manifest:
     """See ``Store.restore``."""
     manifest = store.manifest(version)
-    directory = directory.absolute()
+    directory = directory.resolve() if directory.is_symlink() else directory.absolute()
+    mode: int | None = None
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"{directory} exists and is not empty.", key=str(directory), hint="Give a new directory.")
+        if directory.exists():
+            if directory.is_mount():  # nothing can take a mount point's place, and its disk is not its parent's
+                raise UsageError(
+                    f"{directory} is a mount point.", key=str(directory), hint="Give a new directory inside it."
+                )
+            mode = stat.S_IMODE(directory.stat().st_mode)
         directory.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise disk_error(error, directory) from error
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
     plan = store.plan(source.version if source else None, version)
-    draft = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.draft"
+    name = os.fsencode(directory.name)[:200].decode("utf-8", "ignore")  # room for what is added
+    draft = directory.parent / f".{name}.{secrets.token_hex(4)}.draft"
     spool_directory = draft.with_suffix(".spool")
     try:
         _make_directory(draft)
         spool = Spool(spool_directory)
         build_checkpoint(store, plan, source, draft, spool=spool, workers=threads, progress=progress)
         try:
+            if mode is not None:
+                draft.chmod(mode)
             draft.replace(directory)
             sync_directory(directory.parent)
         except OSError as error:

@@ -119,7 +119,14 @@ class Patcher:
         started = time.perf_counter()
         source = self._source or self._first_source()
         start = source.version if source else None
-        plan = self._store.plan(start, target.version)
+        try:
+            plan = self._store.plan(start, target.version)
+        except VersionNotFound:
+            # A full chunk does not lead back, and a store without an anchor has no other way: the base may have one.
+            if source is None or self._base is None:
+                raise
+            source = identify(self._store, self._base, workers=self._workers, progress=self._progress)
+            plan = self._store.plan(source.version, target.version)
         verified = time.perf_counter()
         spool = Spool(self._slots.parts)
         name, directory = self._slots.prepare()

@@ -29,7 +29,7 @@ import numpy as np
 
 from deltastore.checkpoint import Checkpoint, open_checkpoint
 from deltastore.digest import HASHES, Hasher, hasher
-from deltastore.errors import CorruptObject, SlotError, StorageError
+from deltastore.errors import CheckpointError, CorruptObject, SlotError, StorageError, UsageError
 from deltastore.materialize import sync_directory, write_file
 from deltastore.restore import Source
 from deltastore.snapshot import snapshot_id, tensor_digests
@@ -93,6 +93,8 @@ class Slots:
     def __init__(self, checkpoint: str | Path) -> None:
         # Not resolved: the last component is the link itself.
         path = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - Path.absolute keeps `..`, resolve follows the link
+        if not path.name:
+            raise UsageError(f"{path} cannot be a checkpoint.", hint="Give a path that can become a link.")
         self.link = path.parent.resolve() / path.name
         self.directory = self.link.with_name(f"{self.link.name}.slots")
         self._lock: int | None = None
@@ -210,13 +212,26 @@ class Slots:
             raise SlotError(f"{path} is damaged.", key=str(path), hint=f"Remove {self.link} and start again.")
         return table
 
+    def open(self, live: LiveSlot) -> Checkpoint:
+        """Open a slot's checkpoint; raises ``CorruptObject`` when its files are not what was recorded whole."""
+        try:
+            return open_checkpoint(live.directory)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                raise  # out of reach, which is no damage
+            raise CorruptObject(
+                f"The live slot is damaged: {str(error).rstrip('.')}.",
+                key=error.key,
+                hint=f"Remove {self.link} (the link only) and start the receiver again: it is built anew.",
+            ) from error
+
     def source(self, live: LiveSlot, *, workers: int, progress: Callable[[int], object] | None = None) -> Source:
         """Open the live slot as the source of a patch.
 
         Its bytes are believed if they were hashed under this kernel and its files were not touched since; else they
         are hashed again. Raises ``CorruptObject`` naming the tensors that are damaged.
         """
-        checkpoint = open_checkpoint(live.directory)
+        checkpoint = self.open(live)
         digests = self.digests(live, checkpoint)
         record = live.record
         if not record.boot_id or record.boot_id != _boot_id() or record.files != _files(checkpoint):

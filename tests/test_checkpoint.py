@@ -401,3 +401,14 @@ def test_a_file_whose_name_is_not_unicode_is_left_behind(tmp_path: Path) -> None
     except OSError:
         pytest.skip("This file system takes Unicode names only.")
     assert open_checkpoint(tmp_path).other_files == ()
+
+
+def test_a_link_that_is_swapped_later_leads_to_one_checkpoint_to_the_end(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        save_shards(tmp_path / name, SMALL, 2)
+        (tmp_path / name / "config.json").write_text(name)
+    (tmp_path / "link").symlink_to("old")
+    opened = open_checkpoint(tmp_path / "link")
+    (tmp_path / "draft").symlink_to("new")
+    (tmp_path / "draft").replace(tmp_path / "link")
+    assert opened.read_other_file("config.json") == b"old"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import training
 
@@ -99,3 +100,27 @@ def test_the_stream_is_what_was_asked_for(hash_name, upload_base, base, backend)
     assert again.base.anchored == upload_base
     assert set(again.base.components) == ({"model", "files", "headers"} if upload_base else {"model"})
     assert told[-1] == ("base", base.schema.nbytes, base.schema.nbytes)
+
+
+def test_weights_of_any_name_that_an_index_gives_are_no_other_files(tmp_path):
+    directory = training.save(tmp_path / "base", training.small_snapshot(0))
+    (directory / "model.safetensors").rename(directory / "weights.dat")
+    index = {"weight_map": dict.fromkeys(training.small_snapshot(0), "weights.dat")}
+    (directory / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
+    opened = open_checkpoint(directory)
+    assert "weights.dat" not in opened.other_files
+    create_stream(LocalBackend(tmp_path / "store"), opened)
+    store = open_store(tmp_path / "store")
+    for base in (None, directory):
+        store.restore(0, tmp_path / f"restored-{base is None}", base=base)
+        restored = tmp_path / f"restored-{base is None}" / "weights.dat"
+        assert restored.read_bytes() == (directory / "weights.dat").read_bytes()
+
+
+def test_the_longest_names_are_restored(tmp_path):
+    directory = training.save(tmp_path / "base", training.small_snapshot(0))
+    name = "k" * 255
+    (directory / name).write_text("kept")
+    create_stream(LocalBackend(tmp_path / "store"), open_checkpoint(directory))
+    open_store(tmp_path / "store").restore(0, tmp_path / ("r" * 255))
+    assert (tmp_path / ("r" * 255) / name).read_text() == "kept"

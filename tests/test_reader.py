@@ -123,3 +123,22 @@ def test_a_snapshot_is_found_by_its_id_and_the_newest_of_equals_wins(place: Path
         writer.publish(training.load(tmp_path / "four")).result()
     again = open_store(tmp_path / "store")
     assert again.find_snapshot(again.manifest(4).snapshot_id) == again.manifest(VERSIONS + 1)
+
+
+def test_a_restore_keeps_the_mode_of_an_empty_directory_and_follows_a_link_to_it(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("private")
+    open_store(place).restore(1, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "private" / "model.safetensors").exists()
+
+
+def test_a_mount_point_is_refused_before_anything_is_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(type(tmp_path), "is_mount", lambda _: True)
+    with pytest.raises(UsageError, match="is a mount point"):
+        open_store(place).restore(1, tmp_path / "volume")
+    assert [path.name for path in tmp_path.iterdir()] == ["volume"]

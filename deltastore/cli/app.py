@@ -70,10 +70,6 @@ def run(group: click.Group) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("Interrupted.", file=sys.stderr)  # noqa: T201 - the command line's own voice
         return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away; what is left must not raise again when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except DeltastoreError as error:
         if debug:
             traceback.print_exc()
@@ -81,6 +77,16 @@ def run(group: click.Group) -> int:
         if error.hint:
             click.echo(f"Try: {error.hint}", err=True)
         return error.exit_code
+    except OSError as error:
+        # Standard output, above all: its reader went away, or its disk is full. What is left of it must not raise
+        # again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            if debug:
+                traceback.print_exc()
+            click.echo(f"Error: {error.strerror or error}, while the answer was written or a file was used.", err=True)
+            click.echo("Try: See with `deltastore log` what was done; --debug shows where it happened.", err=True)
+        return 1
     return code if isinstance(code, int) else 0
 
 
@@ -152,7 +158,7 @@ def parse_scalar(text: str) -> str | int | float | bool | None:
 
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeEncodeError):
         return text
     if isinstance(value, (dict, list)):
         raise UsageError(

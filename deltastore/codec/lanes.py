@@ -7,6 +7,7 @@ those do not compile, or ``DELTASTORE_PLAIN_KERNELS=1`` asks for it, loops with 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -34,9 +35,41 @@ LANES = 32
 
 _ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
 
-#: numba's cache on disk does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
-jit = numba.njit(nogil=True, cache=not _ASKED_FOR_PLAIN)
-jit_step = numba.njit(nogil=True)
+jit_step: Any = numba.njit(nogil=True)
+
+
+def jit(function: Any) -> Any:
+    """Compile a kernel, and keep it in numba's cache on disk where there is a place for one.
+
+    That cache does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
+    """
+    if not _ASKED_FOR_PLAIN:
+        try:
+            return _forgiving(numba.njit(nogil=True, cache=True)(function))
+        except RuntimeError:  # a user without a home, a package that is read-only: compiled anew in each process
+            pass
+    return jit_step(function)
+
+
+def _forgiving(kernel: Any) -> Any:
+    """Let a cache that cannot be read or written, for a full disk or a torn file, cost time and nothing else."""
+    cache = kernel._cache  # noqa: SLF001 - numba has no other hook
+    load, save = cache.load_overload, cache.save_overload
+
+    def try_load(*words: Any) -> Any:
+        try:
+            return load(*words)
+        except Exception:  # noqa: BLE001 - of a torn file, unpickling may raise anything
+            return None
+
+    def try_save(*words: Any) -> None:
+        with suppress(Exception):
+            save(*words)
+
+    cache.load_overload, cache.save_overload = try_load, try_save
+    return kernel
+
+
 #: Typed as anything: inside kernels an intrinsic is called without the typing context that its definition takes.
 _intrinsic: Any = intrinsic
 

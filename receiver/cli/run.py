@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from typing import Any
@@ -16,9 +17,22 @@ __all__ = ["command"]
 _INTERRUPTED = 130
 
 
+def _finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
+    if math.isnan(value):  # which no range keeps out
+        raise click.BadParameter(f"{value} is no number of seconds.")
+    return value
+
+
 @click.command("run")
 @receiver_options
-@click.option("--poll", type=click.FloatRange(0.01), default=1.0, show_default=True, help="Seconds between polls.")
+@click.option(
+    "--poll",
+    type=click.FloatRange(0.01, 86400),
+    default=1.0,
+    show_default=True,
+    callback=_finite,
+    help="Seconds between polls.",
+)
 @click.option(
     "--listen", default="127.0.0.1:9310", show_default=True, metavar="HOST:PORT", help="Where status is served."
 )

@@ -19,8 +19,7 @@ __all__ = ["command"]
 @debug_option
 def command(checkpoint: Path, workers: int | None, as_json: bool) -> None:
     """Hash every chunk of the live slot and compare; exits with 3 when one is damaged."""
-    from deltastore.checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
-    from deltastore.digest import hasher  # noqa: PLC0415
+    from deltastore.digest import hasher  # noqa: PLC0415 - heavy, and --help does without
     from deltastore.patch import default_workers  # noqa: PLC0415
     from receiver.slots import Slots  # noqa: PLC0415
 
@@ -32,7 +31,7 @@ def command(checkpoint: Path, workers: int | None, as_json: bool) -> None:
             key=str(checkpoint),
             hint="Run `receiver once` on it first.",
         )
-    opened = open_checkpoint(live.directory)
+    opened = slots.open(live)
     total, done = opened.schema.nbytes, 0
     with progress_bar() as progress:
 

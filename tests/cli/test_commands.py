@@ -133,3 +133,46 @@ def test_output_into_a_closed_pipe_is_no_traceback(store, tmp_path):
     os.close(writing)
     assert ended.returncode == 1
     assert ended.stderr == b""
+
+
+def test_an_answer_that_cannot_be_written_is_no_traceback(store):
+    import os  # noqa: PLC0415 - only here
+    import subprocess  # noqa: PLC0415
+    import sys  # noqa: PLC0415
+    from pathlib import Path  # noqa: PLC0415
+
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "deltastore", "log", str(store)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+        )
+    assert ended.returncode == 1
+    assert "No space left" in ended.stderr
+    assert "Try: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("code", "meta"), [(1, "a=\udcff"), (1, "\udcff=a")])
+def test_metadata_that_is_not_unicode_is_refused(code, meta, store, tmp_path, commands):
+    ended = commands.run("deltastore", "publish", store, checkpoint(tmp_path, 1), "--meta", meta)
+    assert ended.code == code
+    assert "Traceback" not in ended.err
+    assert open_store(store).latest().version == 0
+
+
+@pytest.mark.parametrize("poll", ["nan", "inf", "0", "-1"])
+def test_a_poll_is_a_number_of_seconds(poll, store, tmp_path, commands):
+    ended = commands.run("receiver", "run", "--store", store, "--checkpoint", tmp_path / "live", "--poll", poll)
+    assert ended.code == 2
+    assert "--poll" in ended.err
+
+
+def test_a_checkpoint_at_the_root_is_wrong_use(store, commands):
+    ended = commands.run("receiver", "once", "--store", store, "--checkpoint", "/")
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    assert "Try: " in ended.err

@@ -73,3 +73,41 @@ def test_both_kinds_of_steps_make_the_same_masks(seed: int, wanted: int) -> None
     members = sum(1 << i for i in range(32) if old[i] >> 7 & 255 == wanted)
     assert lanes.plain_changed_lanes(old, new, 0) == changed
     assert lanes.plain_lanes_of_class(old, 0, wanted) == members
+
+
+def test_without_a_place_for_a_cache_kernels_are_compiled_in_each_process() -> None:
+    code = (
+        "from numba.core import caching\n"
+        "caching.CacheImpl._locator_classes = []\n"  # as on a read-only root, for a user without a home
+        "from deltastore.codec import lanes\n"
+        "import numpy as np\n"
+        "assert lanes.vectors_compile() is not None\n"
+        "lanes._try_vectors(np.zeros(32, np.uint16))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("damage", ["torn", "unwritable"])
+def test_a_cache_that_fails_costs_time_and_nothing_else(damage: str, tmp_path: Path) -> None:
+    # Only the kernels of this module are compiled: the others' caches are made by the same decorator.
+    code = "import numpy as np; from deltastore.codec import lanes; lanes._try_vectors(np.zeros(32, np.uint16))"
+    if damage == "unwritable":
+        code = (
+            "from numba.core import caching\n"
+            "def full(*_): raise OSError(28, 'No space left on device')\n"
+            "caching.IndexDataCacheFile.save = full\n"
+        ) + code
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    for attempt in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, (attempt, run.stderr)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert bool(files) == (damage == "torn")
+        for path in files:
+            path.write_bytes(path.read_bytes()[:10])

@@ -13,7 +13,7 @@ import training
 import receiver.slots
 from deltastore import Writer, open_store
 from deltastore.checkpoint import open_checkpoint
-from deltastore.errors import CorruptObject, SlotError, StorageError
+from deltastore.errors import CorruptObject, SlotError, StorageError, VersionNotFound
 from deltastore.restore import identify
 from receiver.patcher import Patcher
 from receiver.slots import Slots
@@ -199,3 +199,40 @@ def test_a_link_that_leads_to_nothing_of_ours_is_not_ours(slots: Slots, tmp_path
     slots.link.symlink_to(tmp_path / "base")
     assert slots.live() is None
     assert not slots.is_plain()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "header"])
+def test_a_live_slot_that_cannot_be_opened_is_damage_with_a_way_out(damage: str, slots: Slots) -> None:
+    live = slots.live()
+    assert live is not None
+    path = live.directory / "model.safetensors"
+    if damage == "gone":
+        path.unlink()
+    else:
+        data = path.read_bytes()
+        path.write_bytes(data[:100] if damage == "cut" else data[:8] + b"!" + data[9:])
+    with pytest.raises(CorruptObject, match="damaged") as caught:
+        slots.source(live, workers=1)
+    assert caught.value.hint is not None
+    assert "Remove" in caught.value.hint
+
+
+def test_where_a_full_chunk_does_not_lead_back_the_given_base_leads_forward(tmp_path: Path) -> None:
+    first, other = (training.small_snapshot(seed, elements=100_000) for seed in (0, 1))
+    base = training.save(tmp_path / "base", first)
+    with Writer(tmp_path / "store", base=base, upload_base=False) as writer:
+        writer.publish(other).result()
+        assert not writer.head.model.invertible
+    store = open_store(tmp_path / "store")
+    made = Slots(tmp_path / "model")
+    made.lock()
+    Patcher(store, made, base=base, workers=1).move_to(store.manifest(1))
+    patcher = Patcher(store, made, workers=1)
+    patcher.adopt()
+    with pytest.raises(VersionNotFound):
+        patcher.move_to(store.manifest(0))
+    patcher = Patcher(store, made, base=base, workers=1)
+    patcher.adopt()
+    patcher.move_to(store.manifest(0))
+    training.assert_holds(tmp_path / "model", first)
+    made.unlock()
