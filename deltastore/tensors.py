@@ -6,7 +6,7 @@ Understands torch tensors on any device, NumPy arrays and checkpoints, without i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,7 @@ from .errors import CorruptObject, PublishError
 from .snapshot import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from .checkpoint import Checkpoint
     from .snapshot import Schema
@@ -108,13 +108,24 @@ def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema
         )
     else:
         pairs = tensors
-    for name, value in pairs:
+    for pair in _each(pairs):
+        name, value = pair
         if not isinstance(name, str):
             raise PublishError(f"{name!r} is no tensor's name.", tensors=(str(name),))
         try:
             yield _input(_stream_name(name, schema), value, schema)
         except CorruptObject as error:  # a name or shape outside the format's limits
             raise PublishError(str(error), tensors=(name,)) from error
+
+
+def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield pairs; raise ``PublishError`` for what is none."""
+    if not isinstance(pairs, Iterable):
+        raise PublishError(f"A {type(pairs).__name__} cannot be published.", hint="Give a state dict, or pairs.")
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise PublishError(f"{str(pair)[:80]!r} is no (name, tensor) pair.", hint="Give a state dict, or pairs.")
+        yield pair[0], pair[1]
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[TensorInput]:

@@ -391,6 +391,8 @@ def _nothing() -> None:
 
 
 def _checked_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    if not isinstance(metadata, Mapping):
+        raise PublishError(f"The metadata is a {type(metadata).__name__}.", hint="Give a mapping of names to scalars.")
     fields: dict[str, Scalar] = {}
     for name, value in metadata.items():
         plain = value.item() if isinstance(value, np.generic) else value

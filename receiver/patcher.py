@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deltastore.codec.chunk import warm_up
-from deltastore.errors import CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
+from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
 from deltastore.manifest import manifest_key
 from deltastore.replay import counter
 from deltastore.restore import Source, build_checkpoint, identify
@@ -114,9 +114,12 @@ class Patcher:
     def move_to(self, target: Manifest) -> Patched:
         """Build ``target`` in the other slot, durably, and make it live. The live slot is only read.
 
-        Parts that were fetched before a kill are found again. Whatever fails, the live slot stays as it was.
+        Parts that were fetched before a kill are found again. Whatever fails, the live slot stays as it was. A
+        version that the other slot still holds whole needs no store.
         """
         started = time.perf_counter()
+        if (back := self._swap_back(target, started)) is not None:
+            return back
         source = self._source or self._first_source()
         start = source.version if source else None
         try:
@@ -130,9 +133,18 @@ class Patcher:
         verified = time.perf_counter()
         spool = Spool(self._slots.parts)
         name, directory = self._slots.prepare()
-        replayed = build_checkpoint(
-            self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
-        )
+        try:
+            replayed = build_checkpoint(
+                self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
+            )
+        except BaseMismatch as error:
+            if source is not self._source:
+                raise
+            raise CorruptObject(  # no wrong base, but a live slot whose bytes changed
+                f"The live slot is damaged: {error}",
+                key=str(self._slots.link),
+                hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
+            ) from error
         self._slots.finish(name, target, replayed.digests, self._store.hash)
         patched = time.perf_counter()
         self._slots.swap(name)
@@ -153,6 +165,25 @@ class Patcher:
                 "patch": patched - verified,
                 "swap": swapped - patched,
             },
+        )
+
+    def _swap_back(self, target: Manifest, started: float) -> Patched | None:
+        """Make the other slot live if it holds ``target``, verified; else return ``None``."""
+        live = self._slots.live()
+        try:
+            other = self._slots.other(live) if live is not None else None
+        except DeltastoreError:  # a record that cannot be used: the slot is built anew
+            other = None
+        if live is None or other is None or other.record.commit_id != target.commit_id or self.previous() is None:
+            return None
+        verified = time.perf_counter()
+        self.go_back()
+        return Patched(
+            start=live.record.version,
+            end=target.version,
+            fetched_bytes=0,
+            stored_bytes=0,
+            stages={"verify": verified - started, "swap": time.perf_counter() - verified},
         )
 
     def _first_source(self) -> Source | None:

@@ -374,3 +374,9 @@ def test_a_name_that_the_format_cannot_hold_is_a_publish_error_that_names_it() -
     with pytest.raises(PublishError) as caught:
         list(named_tensors({"a\nb": np.zeros(1, np.float32)}, schema))
     assert caught.value.tensors == ("a\nb",)
+
+
+@pytest.mark.parametrize("given", [None, 7, [("w",)], ["w"], [("w", ONE, ONE)], [None]])
+def test_what_is_no_pairs_at_all_is_a_publish_error(given: object) -> None:
+    with pytest.raises(PublishError):
+        list(named_tensors(given, EMPTY))  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from receiver.slots import Slots
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from deltastore.manifest import Manifest
     from deltastore.reader import Store
 
 SNAPSHOTS = [training.small_snapshot(0)]
@@ -236,3 +237,44 @@ def test_where_a_full_chunk_does_not_lead_back_the_given_base_leads_forward(tmp_
     patcher.move_to(store.manifest(0))
     training.assert_holds(tmp_path / "model", first)
     made.unlock()
+
+
+def test_going_back_to_the_version_before_needs_no_store(slots: Slots, store: Store, tmp_path: Path) -> None:
+    patcher = Patcher(store, slots, workers=1)
+    patcher.adopt()
+    target = store.manifest(0)
+    (tmp_path / "store").rename(tmp_path / "gone")
+    patched = patcher.move_to(target)
+    assert (patched.start, patched.end, patched.fetched_bytes) == (1, 0, 0)
+    training.assert_holds(slots.link, SNAPSHOTS[0])
+    again = patcher.move_to(store_manifest(tmp_path, 1))
+    assert (again.start, again.end, again.fetched_bytes) == (0, 1, 0)
+    training.assert_holds(slots.link, SNAPSHOTS[1])
+
+
+def store_manifest(tmp_path: Path, version: int) -> Manifest:
+    return open_store(tmp_path / "gone").manifest(version)
+
+
+def test_a_damaged_slot_is_no_way_back(slots: Slots, store: Store) -> None:
+    flip(slots.other(slots.live()).directory / "model.safetensors")
+    patcher = Patcher(store, slots, workers=1)
+    patcher.adopt()
+    patched = patcher.move_to(store.manifest(0))
+    assert "patch" in patched.stages
+    training.assert_holds(slots.link, SNAPSHOTS[0])
+
+
+def test_a_live_slot_that_rotted_unseen_is_damage_and_no_wrong_base(slots: Slots, store: Store) -> None:
+    live = slots.live()
+    path = live.directory / "model.safetensors"
+    before = path.stat()
+    flip(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    (slots.directory / "a.json").unlink()  # no way back but through the damage
+    patcher = Patcher(store, slots, workers=1)
+    patcher.adopt()
+    with pytest.raises(CorruptObject) as caught:
+        patcher.move_to(store.manifest(0))
+    assert str(slots.link) in (caught.value.hint or "")
+    assert slots.live().name == live.name
