@@ -38,6 +38,7 @@ def draw(rows: Sequence[Row], path: Path, *, full_bytes: int, title: str) -> Non
         stages.bar(versions, seconds, bottom=bottom, color=color, label=name)
         bottom = [low + high for low, high in zip(bottom, seconds, strict=True)]
     stages.set_ylabel("milliseconds")
+    stages.set_ylim(top=1.2 * max(bottom))  # room for the legend
     stages.set_title("Where the time of an update goes: generation stands still only in the pause", fontsize=10)
     stages.legend(ncols=4, fontsize=8, frameon=False)
     for name, color in (("before", _INK), ("during", _GREEN), ("after", _BLUE)):
