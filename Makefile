@@ -13,7 +13,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# The same with many more rounds of kills, races and interruptions: half an hour.
+# The same with many more rounds of kills, races and interruptions; it takes several times as long.
 test-nightly: $(STAMP)
 	DELTASTORE_THOROUGH=1 $(BIN)/python -m pytest
 

@@ -1,8 +1,8 @@
 """Applying parts: what each touched chunk goes through, checked before and after, in one pass.
 
-``Patch`` follows the digests of all chunks through the parts of a plan before a byte is written: a part that does not
-continue where the one before it ended is found there. ``Patch.run`` then builds every chunk once, whatever the number
-of versions.
+``Patch`` follows the digests of a window of chunks through the parts of a plan before any of them is built: a part that
+does not continue where the one before it ended is found there. ``Patch.run`` then builds every chunk once, whatever the
+number of versions.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ class _Fetch:
             identity = PartIdentity(self._store.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
             schema, data = self._store.schema(), self._spool.open(part)
             parsed = parse_part(data, identity, schema, self._store.hash, key=part.key)
-            if (len(parsed), parsed.numbers[0], parsed.numbers[-1]) != (part.chunks, part.first, part.last):
+            ends = (part.first, part.last)
+            if len(parsed) != part.chunks or (parsed.numbers[0], parsed.numbers[-1]) != ends:
                 raise CorruptObject(f"{part.key} does not hold the chunks that its manifest says.", key=part.key)
             self._parsed[part.key] = parsed
         return self._parsed[part.key]

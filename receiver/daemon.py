@@ -40,6 +40,8 @@ __all__ = ["Options", "Receiver", "Stopped"]
 _log = logging.getLogger("receiver")
 
 _LONGEST_PAUSE = 60.0
+#: Far beyond the longest pause, and far below where a float overflows: a store may be gone for days.
+_MOST_DOUBLINGS = 32
 
 
 class Stopped(Exception):
@@ -135,7 +137,8 @@ class Receiver:
             else:
                 return
             failures += 1
-            pause = min(self._options.poll * 2.0**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+            doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
+            pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
             _log.warning("%s Next try in %.1f s.", self._status.error, pause)
             self._wait(pause)
 

@@ -11,6 +11,7 @@ import deltastore.attempt
 import deltastore.replay
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import CorruptObject, StorageError
+from deltastore.part import PartIdentity, build_part
 from deltastore.replay import _windows, replay
 from deltastore.restore import identify
 from deltastore.spool import Spool
@@ -166,3 +167,31 @@ def test_a_part_that_holds_other_chunks_than_its_manifest_says_is_refused(histor
                 workers=2,
             )
         assert caught.value.key == part.key
+
+
+def test_a_part_without_a_row_is_refused(history, tmp_path) -> None:
+    import msgspec  # noqa: PLC0415 - only here
+
+    store = open_store(history[0] / "store")
+    plan = store.plan(0, 1)
+    step = plan.steps[0]
+    identity = PartIdentity(store.stream_id, 1, step.manifest.attempt_id, "model")
+    data = build_part([], identity, digest_size=store.hash.size)
+    wrong = msgspec.structs.replace(step.parts[0], size=len(data), digest=store.hash.of(data))
+    model = msgspec.structs.replace(step.manifest.model, parts=(wrong,))
+    manifest = msgspec.structs.replace(step.manifest, components={"model": model})
+    forged = type(plan)(plan.start, plan.end, plan.snapshot_id, (type(step)("delta", manifest),))
+    spool = Spool(tmp_path / "parts")
+    spool.put(data, wrong.digest)
+    source = identify(store, history[0] / "base", workers=1)
+    with pytest.raises(CorruptObject) as caught:
+        replay(
+            store,
+            forged,
+            spool,
+            before=source.digests,
+            read=source.checkpoint.chunk,
+            write=lambda *_: None,
+            workers=1,
+        )
+    assert caught.value.key == wrong.key

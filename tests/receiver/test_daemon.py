@@ -19,6 +19,7 @@ from deltastore.errors import (
     CorruptObject,
     EngineError,
     SlotError,
+    StorageError,
     StoreNotFound,
     StreamMismatch,
     UsageError,
@@ -592,3 +593,19 @@ def test_nonsense_is_refused_before_anything_is_touched(run, commands, option, v
 def test_usage_errors_end_a_daemon(run, engine):
     with pytest.raises(UsageError):
         run.receiver(target="newest").once()
+
+
+def test_pauses_grow_to_a_minute_and_stay_there_for_days(run, engine, monkeypatch):
+    status = Status(store=str(run.url), checkpoint=str(run.live), target="latest")
+    made = Receiver(Options(store=str(run.url), checkpoint=run.live, poll=1.0), status)
+    pauses = []
+    monkeypatch.setattr(made, "_wait", pauses.append)
+
+    def fails_for_days():
+        if len(pauses) < 3000:
+            raise StorageError("nobody answers")
+
+    made._until_done(fails_for_days)
+    assert len(pauses) == 3000
+    assert pauses[0] <= 2
+    assert all(30 <= pause <= 60 for pause in pauses[10:])
