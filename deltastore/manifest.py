@@ -8,15 +8,27 @@ section 6, lists every field.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from .digest import HASHES, Hasher, hasher
-from .errors import CorruptObject, UnsupportedFormat
+from .digest import HASHES
+from .errors import CorruptObject
+from .record import (
+    FORMAT,
+    CommitTime,
+    Count,
+    Digest,
+    Identifier,
+    Key,
+    VersionNumber,
+    encode_record,
+    parse_record,
+)
 
 if TYPE_CHECKING:
+    from .digest import Hasher
     from .storage.base import Buffer
 
 __all__ = [
@@ -48,13 +60,11 @@ __all__ = [
     "part_key",
 ]
 
-FORMAT = 1
 #: Required features that this release knows; an object that lists another one is refused.
 FEATURES: frozenset[str] = frozenset()
 
 BASE_VERSION = 0
 LATEST_KEY = "LATEST"
-MAX_VERSION = 10**10 - 1
 MAX_STEP = 2**62
 
 MAX_MANIFEST_BYTES = 16 << 20
@@ -71,21 +81,15 @@ FILES, HEADERS = "files", "headers"
 
 Scalar = str | int | float | bool | None
 
-_Identifier = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-_Digest = Annotated[str, Meta(pattern=r"^(xxh3-128:[0-9a-f]{32}|blake3:[0-9a-f]{64})\Z")]
-_Key = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*\Z", max_length=512)]
-_Count = Annotated[int, Meta(ge=0, le=2**62)]
-_Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 _Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,62}\Z")]
-_Time = Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?Z\Z")]
 
 
 class ObjectRef(msgspec.Struct, frozen=True):
     """An immutable object: its key, its size in bytes, and the digest of its bytes."""
 
-    key: _Key
-    size: _Count
-    digest: _Digest
+    key: Key
+    size: Count
+    digest: Digest
 
 
 class PartRef(msgspec.Struct, frozen=True):
@@ -94,12 +98,12 @@ class PartRef(msgspec.Struct, frozen=True):
     An ``ObjectRef`` that also tells how many encoded chunks it holds, and the first and last one's number.
     """
 
-    key: _Key
+    key: Key
     size: Annotated[int, Meta(ge=1, le=MAX_PART_BYTES)]
-    digest: _Digest
+    digest: Digest
     chunks: Annotated[int, Meta(ge=1, le=2**62)]
-    first: _Count
-    last: _Count
+    first: Count
+    last: Count
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -109,10 +113,10 @@ class Component(msgspec.Struct, frozen=True):
     back.
     """
 
-    snapshot_id: _Digest
-    snapshot_bytes: _Count
-    total_elements: _Count
-    changed_elements: _Count
+    snapshot_id: Digest
+    snapshot_bytes: Count
+    total_elements: Count
+    changed_elements: Count
     parts: tuple[PartRef, ...]
     invertible: bool
     digests: ObjectRef | None = None
@@ -125,7 +129,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     """
 
     hash: str
-    chunk_bytes: _Count
+    chunk_bytes: Count
     schemas: dict[_Name, ObjectRef]
 
 
@@ -133,17 +137,17 @@ class Manifest(msgspec.Struct, frozen=True):
     """The commit record of one version."""
 
     format: int
-    stream_id: _Identifier
-    version: _Version
+    stream_id: Identifier
+    version: VersionNumber
     kind: Literal["base", "delta"]
-    commit_id: _Identifier
-    attempt_id: _Identifier
+    commit_id: Identifier
+    attempt_id: Identifier
     writer_epoch: Annotated[int, Meta(ge=1, le=2**62)]
-    created_at: _Time
+    created_at: CommitTime
     components: dict[_Name, Component]
-    parent_version: _Version | None = None
-    parent_commit_id: _Identifier | None = None
-    parent_snapshot_id: _Digest | None = None
+    parent_version: VersionNumber | None = None
+    parent_commit_id: Identifier | None = None
+    parent_snapshot_id: Digest | None = None
     step: Annotated[int, Meta(ge=-MAX_STEP, le=MAX_STEP)] | None = None
     metadata: dict[str, Scalar] = {}
     required_features: tuple[str, ...] = ()
@@ -173,17 +177,13 @@ class Manifest(msgspec.Struct, frozen=True):
 class LatestHint(msgspec.Struct, frozen=True):
     """A hint at the newest version; readers gallop on from it and do without it."""
 
-    stream_id: _Identifier
-    version: _Version
-
-
-_Record = TypeVar("_Record")
+    stream_id: Identifier
+    version: VersionNumber
 
 
 def encode_manifest(manifest: Manifest, *, hash_function: Hasher) -> bytes:
     """Return a manifest as it is stored: its canonical JSON, and the digest of that line."""
-    line = msgspec.json.encode(manifest, order="sorted")
-    return b"%b\n%b\n" % (line, hash_function.of(line).encode())
+    return encode_record(manifest, hash_function=hash_function)
 
 
 def encode_latest(hint: LatestHint) -> bytes:
@@ -201,47 +201,17 @@ def part_key(version: int, attempt_id: str, name: str) -> str:
     return f"parts/{version:010d}/{attempt_id}/{name}"
 
 
-class _Envelope(msgspec.Struct, frozen=True):
-    format: int
-    required_features: tuple[str, ...] = ()
-
-
-def _decode(data: Buffer, kind: type[_Record], key: str) -> _Record:
-    try:
-        # msgspec alone does not look into what it skips: unknown fields may hide what is no UTF-8.
-        return msgspec.json.decode(str(data, "utf-8"), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptObject(f"{key} is damaged: {error}.", key=key) from error
-
-
 def parse_manifest(data: Buffer, *, version: int) -> Manifest:
     """Parse the manifest found under the key of ``version``; everything in it is checked.
 
     Raises ``UnsupportedFormat`` for a format or feature of a later release, ``CorruptObject`` for anything else.
     """
     key = manifest_key(version)
-    line = _checked_line(bytes(data), key)
-    envelope = _decode(line, _Envelope, key)
-    unknown = sorted(set(envelope.required_features) - FEATURES)
-    if envelope.format != FORMAT or unknown:
-        needs = f"the features {', '.join(unknown)}" if unknown else f"format {envelope.format}"
-        raise UnsupportedFormat(f"{key} needs {needs}.", key=key, hint="Use a newer release of deltastore.")
-    manifest = _decode(line, Manifest, key)
-    problem = _problem(manifest, version) or _hash_problem(manifest, bytes(data)[len(line) + 1 :].decode())
+    manifest, own_digest = parse_record(data, Manifest, key=key, features=FEATURES)
+    problem = _problem(manifest, version) or _hash_problem(manifest, own_digest)
     if problem:
         raise CorruptObject(f"{key} is damaged: {problem}.", key=key)
     return manifest
-
-
-def _checked_line(data: bytes, key: str) -> bytes:
-    line, _, rest = data.partition(b"\n")
-    name, _, _ = rest.partition(b":")
-    known = name.decode("ascii", "replace")
-    if known not in HASHES or rest != hasher(known).of(line).encode() + b"\n":
-        raise CorruptObject(
-            f"{key} is damaged: its digest does not fit.", key=key, hint="Run `deltastore check` on the store."
-        )
-    return line
 
 
 def _problem(manifest: Manifest, version: int) -> str | None:

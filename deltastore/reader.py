@@ -30,13 +30,13 @@ from .manifest import (
     MAX_MANIFEST_BYTES,
     MAX_SCHEMA_BYTES,
     MAX_TABLE_BYTES,
-    MAX_VERSION,
     MODEL,
     manifest_key,
     parse_latest,
     parse_manifest,
 )
 from .plan import check_link, make_plan, versions_needed
+from .record import MAX_VERSION
 from .snapshot import CHUNK_BYTES, Schema, snapshot_id, tensor_digests
 from .spool import read_object
 from .storage import open_backend

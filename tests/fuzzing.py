@@ -32,7 +32,6 @@ from deltastore.container import parse_header
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, UnsupportedFormat
 from deltastore.manifest import (
-    MAX_VERSION,
     Component,
     LatestHint,
     Manifest,
@@ -46,6 +45,7 @@ from deltastore.manifest import (
     part_key,
 )
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
+from deltastore.record import MAX_VERSION
 from deltastore.snapshot import CHUNK_BYTES, DTYPES, Schema, TensorSpec
 
 if TYPE_CHECKING:

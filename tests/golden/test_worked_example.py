@@ -25,7 +25,7 @@ KEY = "parts/0000000001/2/model-00000.safetensors"
 @pytest.fixture(scope="module")
 def example() -> str:
     """Return the text of the section."""
-    _, found, text = PAGE.read_text(encoding="utf-8").partition("\n## 9 Worked example\n")
+    _, found, text = PAGE.read_text(encoding="utf-8").partition("\n## 14 Worked example\n")
     assert found
     return text
 
