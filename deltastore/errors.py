@@ -27,6 +27,7 @@ __all__ = [
     "UnsupportedFormat",
     "UsageError",
     "VersionConflict",
+    "VersionForgotten",
     "VersionNotFound",
     "WriterFenced",
 ]
@@ -112,6 +113,13 @@ class VersionNotFound(DeltastoreError):
     """The stream has no such version."""
 
     kind = "version-not-found"
+    exit_code = 10
+
+
+class VersionForgotten(DeltastoreError):
+    """The stream had this version, and a retention record has let it go: its manifest is all that is left."""
+
+    kind = "version-forgotten"
     exit_code = 10
 
 

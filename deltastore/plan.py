@@ -13,19 +13,25 @@ from .errors import CorruptObject, StreamMismatch, VersionNotFound
 from .manifest import BASE_VERSION, MODEL, manifest_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from .manifest import Manifest, PartRef
+    from .retention import Standing
+    from .route import Route
 
 __all__ = ["Plan", "Step", "check_link", "make_plan", "versions_needed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One hop: the manifest whose parts are applied, and the way they are applied."""
+    """One hop: the manifest whose parts are applied, and the way they are applied.
+
+    ``route``: whose parts the manifest names, where those are not the version's own.
+    """
 
     kind: Literal["anchor", "delta", "inverse"]
     manifest: Manifest
+    route: Route | None = None
 
     @property
     def start(self) -> int | None:
@@ -77,20 +83,29 @@ def versions_needed(start: int | None, end: int) -> range:
     return range(BASE_VERSION, max(start or 0, end) + 1)
 
 
-def make_plan(start: int | None, end: int, manifests: Mapping[int, Manifest]) -> Plan:
+def make_plan(
+    start: int | None,
+    end: int,
+    manifests: Mapping[int, Manifest],
+    *,
+    standing: Standing | None = None,
+    anchors: Iterable[Route] = (),
+) -> Plan:
     """Choose the route with the fewest stored bytes from ``start`` (``None``: from nothing) to ``end``.
 
-    ``manifests`` holds those of ``versions_needed``. Raises ``VersionNotFound`` when no route leads there.
+    ``manifests`` holds those of ``versions_needed``; ``standing`` says which parts were let go. Raises
+    ``VersionNotFound`` when no route leads there.
     """
+    there = [standing is None or standing.keeps_parts(version) for version in range(max(start or 0, end) + 1)]
     routes: list[tuple[Step, ...]] = []
-    if start is not None and start <= end:
+    if start is not None and start <= end and all(there[start + 1 : end + 1]):
         routes.append(tuple(Step("delta", manifests[version]) for version in range(start + 1, end + 1)))
     else:
-        base = manifests[BASE_VERSION]
-        if base.anchored:
-            deltas = (Step("delta", manifests[version]) for version in range(BASE_VERSION + 1, end + 1))
-            routes.append((Step("anchor", base), *deltas))
-        if start is not None:
+        for anchor in _anchors(end, manifests, anchors, base_there=there[BASE_VERSION]):
+            if all(there[anchor.end + 1 : end + 1]):
+                deltas = (Step("delta", manifests[version]) for version in range(anchor.end + 1, end + 1))
+                routes.append((anchor, *deltas))
+        if start is not None and start > end and all(there[end + 1 : start + 1]):
             back = [manifests[version] for version in range(start, end, -1)]
             if all(manifest.model.invertible for manifest in back):
                 routes.append(tuple(Step("inverse", manifest) for manifest in back))
@@ -102,6 +117,17 @@ def make_plan(start: int | None, end: int, manifests: Mapping[int, Manifest]) ->
         )
     steps = min(routes, key=lambda route: sum(step.stored_bytes for step in route))
     return Plan(start, end, manifests[end].snapshot_id, steps)
+
+
+def _anchors(
+    end: int, manifests: Mapping[int, Manifest], anchors: Iterable[Route], *, base_there: bool
+) -> Iterator[Step]:
+    base = manifests.get(BASE_VERSION)
+    if base is not None and base.anchored and base_there:
+        yield Step("anchor", base)
+    for route in anchors:
+        if route.version <= end and route.version in manifests:
+            yield Step("anchor", route.as_manifest(manifests[route.version]), route)
 
 
 def check_link(parent: Manifest, child: Manifest) -> None:

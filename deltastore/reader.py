@@ -37,6 +37,8 @@ from .manifest import (
 )
 from .plan import check_link, make_plan, versions_needed
 from .record import MAX_VERSION
+from .retention import MAX_RETENTION_BYTES, Standing, check_successor, parse_retention, retention_key
+from .route import list_routes
 from .snapshot import CHUNK_BYTES, Schema, snapshot_id, tensor_digests
 from .spool import read_object
 from .storage import open_backend
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from .digest import Hasher
     from .manifest import Manifest, StreamRecord
     from .plan import Plan
+    from .retention import Retention
     from .snapshot import Digests
     from .storage import Backend
 
@@ -70,6 +73,7 @@ class Store:
         self.stream: StreamRecord = base.stream
         self.hash: Hasher = hasher(base.stream.hash)
         self._recent = {BASE_VERSION: base}
+        self._retention: Retention | None = None
         self._lock = threading.Lock()
         self._schemas: dict[str, Schema] = {}
         if base.stream.chunk_bytes != CHUNK_BYTES:
@@ -180,18 +184,7 @@ class Store:
         """Return the newest version's manifest: from a known or hinted version by galloping, without a listing."""
         start = max(at_least, self._hint())
         low = start if self._read_manifest(start) is not None else BASE_VERSION
-        stride = 1
-        while self._read_manifest(low + stride) is not None:
-            low += stride
-            stride *= 2
-        high = low + stride
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._read_manifest(middle) is not None:
-                low = middle
-            else:
-                high = middle
-        return self.manifest(low)
+        return self.manifest(_gallop(low, lambda version: self._read_manifest(version) is not None))
 
     def _hint(self) -> int:
         try:
@@ -213,7 +206,9 @@ class Store:
         if version.isascii() and version.isdigit():
             return self.manifest(int(version))
         if version.startswith("tag:"):
-            raise VersionNotFound(f"There is no {version} in {self.backend.url}.", hint="Give a number or latest.")
+            from .tags import read_tag, tagged_manifest  # noqa: PLC0415 - only where a tag is named
+
+            return tagged_manifest(self, read_tag(self, version.removeprefix("tag:")))
         raise UsageError(f"{version!r} is no version.", hint="Give a number, latest or tag:NAME.")
 
     def manifests(self, versions: Iterable[int]) -> dict[int, Manifest]:
@@ -242,15 +237,71 @@ class Store:
         return next((entry for entry in reversed(self.log()) if entry.snapshot_id == snapshot_id), None)
 
     def plan(self, start: int | None, end: int) -> Plan:
-        """Return the cheapest route from ``start`` (``None``: from nothing) to ``end``."""
+        """Return the cheapest route from ``start`` (``None``: from nothing) to ``end``.
+
+        Raises ``VersionForgotten`` when ``end`` was let go, ``VersionNotFound`` when nothing leads there.
+        """
         self.manifest(end)
         if start is not None:
             self.manifest(start)
-        wanted = versions_needed(start, end)
+        standing = self.standing(end)
+        direct = start is not None and start <= end and all(map(standing.keeps_parts, range(start + 1, end + 1)))
+        wanted = versions_needed(start if direct else None, max(start or BASE_VERSION, end))
         known = self.manifests(wanted)
         for version in wanted[1:]:
             check_link(known[version - 1], known[version])
-        return make_plan(start, end, known)
+        anchors = () if direct else [route for route in list_routes(self) if route.kind == "anchor"]
+        usable = [route for route in anchors if standing.keeps_route(route)]
+        return make_plan(start, end, known, standing=standing, anchors=usable)
+
+    # Retention
+
+    def retention(self) -> Retention | None:
+        """Return the newest retention record, ``None`` while there is none: one read when there is no newer one."""
+        with self._lock:
+            known = self._retention
+        low = known.number if known is not None else 0
+        number = _gallop(low, lambda candidate: self.retention_record(candidate) is not None)
+        if number == low:
+            return known
+        record = self.retention_record(number)
+        before = known if number == low + 1 else self.retention_record(number - 1)
+        if record is None or (number > 1 and before is None):
+            raise CorruptObject(
+                f"Retention records of {self.backend.url} are gone.",
+                key=retention_key(number),
+                hint="The store was rolled back or replaced; restore it from a backup.",
+            )
+        if before is not None:
+            check_successor(before, record)
+        with self._lock:
+            if self._retention is None or self._retention.number < number:
+                self._retention = record
+        return record
+
+    def retention_record(self, number: int) -> Retention | None:
+        """Return one retention record, or ``None`` when there is none of this number."""
+        if number > MAX_VERSION:
+            return None
+        try:
+            data = self.backend.read(retention_key(number), limit=MAX_RETENTION_BYTES)
+        except ObjectNotFound:
+            return None
+        return parse_retention(data, number=number, stream_id=self.stream_id, hash_name=self.hash.name)
+
+    def standing(self, version: int) -> Standing:
+        """Return what stays, as far as ``version`` is concerned; raises ``VersionForgotten`` if that was let go.
+
+        Tags are looked at only for a version that the newest record does not keep.
+        """
+        record = self.retention()
+        standing = Standing(record)
+        if not standing.keeps(version):
+            from .tags import read_tags  # noqa: PLC0415 - seldom needed
+
+            standing = Standing(record, read_tags(self))
+            standing.require(version)
+        return standing
 
     # Bytes
 
@@ -308,6 +359,22 @@ class Store:
         from .restore import restore  # noqa: PLC0415 - brings numba, which `log` and `show` do without
 
         return restore(self, version, Path(directory), base=base, workers=workers, progress=progress)
+
+
+def _gallop(low: int, exists: Callable[[int], bool]) -> int:
+    """Return the last number there is of a row without gaps, in which ``low`` is known to be."""
+    stride = 1
+    while exists(low + stride):
+        low += stride
+        stride *= 2
+    high = low + stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        if exists(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def check_schema(schema: Schema, checkpoint: Checkpoint) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, UsageError
+from .follow import on_plan
 from .manifest import FILES
 from .materialize import DirectoryWriter, sync_directory, write_file
 from .patch import default_workers
@@ -140,14 +141,19 @@ def restore(
         raise disk_error(error, directory) from error
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
-    plan = store.plan(source.version if source else None, version)
+    start = source.version if source else None
     name = os.fsencode(directory.name)[:200].decode("utf-8", "ignore")  # room for what is added
     draft = directory.parent / f".{name}.{secrets.token_hex(4)}.draft"
     spool_directory = draft.with_suffix(".spool")
-    try:
+
+    def build(plan: Plan) -> None:
+        _remove(draft)
         _make_directory(draft)
         spool = Spool(spool_directory)
         build_checkpoint(store, plan, source, draft, spool=spool, workers=threads, progress=progress)
+
+    try:
+        on_plan(store, start, version, build)
         try:
             if mode is not None:
                 draft.chmod(mode)

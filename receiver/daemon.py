@@ -13,6 +13,7 @@ from deltastore.errors import (
     EngineError,
     StorageError,
     StoreNotFound,
+    VersionForgotten,
     VersionNotFound,
 )
 from deltastore.patch import default_workers
@@ -184,12 +185,22 @@ class Receiver:
 
     def _step(self) -> None:
         """One look at the store, and everything that follows from it."""
-        wanted = self._follower.wanted()
+        wanted, live = self._moved(self._follower.wanted())
+        self._serve(live, wanted)
+
+    def _moved(self, wanted: Manifest) -> tuple[Manifest, LiveSlot]:
+        """Bring the checkpoint to the wanted version, or to the newest one should that be forgotten on the way."""
         self._status.target = wanted.version
         live = self._slots.live()
-        if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
-            live = self._patch(wanted)
-        self._serve(live, wanted)
+        if live is not None and (live.record.commit_id == wanted.commit_id or wanted.commit_id in self._refused):
+            return wanted, live
+        try:
+            return wanted, self._patch(wanted)
+        except VersionForgotten:
+            newer = self._follower.wanted()
+            if newer.version == wanted.version:  # a fixed target
+                raise
+            return self._moved(newer)
 
     def _patch(self, wanted: Manifest) -> LiveSlot:
         self._status.enter("patching")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from deltastore.codec.chunk import warm_up
 from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
+from deltastore.follow import on_plan
 from deltastore.manifest import manifest_key
 from deltastore.replay import counter
 from deltastore.restore import Source, build_checkpoint, identify
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.manifest import Manifest
+    from deltastore.plan import Plan
     from deltastore.reader import Store
+    from deltastore.replay import Replayed
 
     from .slots import LiveSlot, Slots
 
@@ -122,29 +125,35 @@ class Patcher:
             return back
         source = self._source or self._first_source()
         start = source.version if source else None
+        spool = Spool(self._slots.parts)
+        planned = time.perf_counter()
+
+        def build(plan: Plan) -> tuple[Plan, Literal["a", "b"], Replayed]:
+            nonlocal planned
+            planned = time.perf_counter()
+            name, directory = self._slots.prepare()
+            try:
+                replayed = build_checkpoint(
+                    self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
+                )
+            except BaseMismatch as error:
+                if source is not self._source:
+                    raise
+                raise CorruptObject(  # no wrong base, but a live slot whose bytes changed
+                    f"The live slot is damaged: {error}",
+                    key=str(self._slots.link),
+                    hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
+                ) from error
+            return plan, name, replayed
+
         try:
-            plan = self._store.plan(start, target.version)
+            plan, name, replayed = on_plan(self._store, start, target.version, build)
         except VersionNotFound:
             # A full chunk does not lead back, and a store without an anchor has no other way: the base may have one.
             if source is None or self._base is None:
                 raise
             source = identify(self._store, self._base, workers=self._workers, progress=self._progress)
-            plan = self._store.plan(source.version, target.version)
-        verified = time.perf_counter()
-        spool = Spool(self._slots.parts)
-        name, directory = self._slots.prepare()
-        try:
-            replayed = build_checkpoint(
-                self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
-            )
-        except BaseMismatch as error:
-            if source is not self._source:
-                raise
-            raise CorruptObject(  # no wrong base, but a live slot whose bytes changed
-                f"The live slot is damaged: {error}",
-                key=str(self._slots.link),
-                hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
-            ) from error
+            plan, name, replayed = on_plan(self._store, source.version, target.version, build)
         self._slots.finish(name, target, replayed.digests, self._store.hash)
         patched = time.perf_counter()
         self._slots.swap(name)
@@ -160,9 +169,9 @@ class Patcher:
             fetched_bytes=replayed.fetched_bytes,
             stored_bytes=plan.stored_bytes,
             stages={
-                "verify": verified - started,
+                "verify": planned - started,
                 "fetch": replayed.fetch_seconds,
-                "patch": patched - verified,
+                "patch": patched - planned,
                 "swap": swapped - patched,
             },
         )

@@ -1,0 +1,248 @@
+"""Tags: names for versions. A tag keeps its version, with the objects that lead there, as long as it stands.
+
+The objects are written into the tag, so that whoever reads it knows them without looking at anything else: two
+collectors that see different routes still spare the same ones (docs/format.md, section 11).
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .clock import now
+from .errors import CorruptObject, ObjectNotFound, UsageError, VersionForgotten, VersionNotFound
+from .manifest import BASE_VERSION
+from .record import FORMAT, CommitTime, Identifier, VersionNumber, encode_record, parse_record
+from .retention import Ranges, numbers, ranges, ranges_problem
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
+    from .plan import Plan
+    from .reader import Store
+    from .retention import Retention
+    from .storage.base import Buffer
+
+__all__ = [
+    "MAX_TAG_BYTES",
+    "TAGS_PREFIX",
+    "Tag",
+    "delete_tag",
+    "encode_tag",
+    "parse_tag",
+    "read_tag",
+    "read_tags",
+    "set_tag",
+    "tag_key",
+    "tagged_manifest",
+]
+
+TAGS_PREFIX = "tags/"
+MAX_TAG_BYTES = 16 << 20
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+_KEY = re.compile(rf"tags/({_NAME})\.json\Z", re.ASCII)
+
+#: How often a way is chosen anew when the newest record turns out to keep the version by another one.
+_TRIES = 5
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """One tag: its name, the version with its commit id, and the objects on the way there from an anchor.
+
+    ``deltas``: the versions whose own parts are on it (version 0's are the base itself); ``routes``: attempt ids.
+    """
+
+    format: int
+    stream_id: Identifier
+    name: Annotated[str, Meta(pattern=rf"^{_NAME}\Z")]
+    version: VersionNumber
+    commit_id: Identifier
+    created_at: CommitTime
+    deltas: Ranges
+    routes: tuple[Identifier, ...]
+
+
+def tag_key(name: str) -> str:
+    """Return the key of a tag; raises ``UsageError`` for what is no name."""
+    if name == "latest" or not re.fullmatch(_NAME, name, re.ASCII):
+        raise UsageError(
+            f"{name!r} is no name for a tag.",
+            hint="Use up to 63 letters, digits, dots, dashes and underscores, a letter or digit first, and not latest.",
+        )
+    return f"{TAGS_PREFIX}{name}.json"
+
+
+def encode_tag(store: Store, tag: Tag) -> bytes:
+    """Return a tag as it is stored."""
+    return encode_record(tag, hash_function=store.hash)
+
+
+def parse_tag(data: Buffer, *, name: str, stream_id: str, hash_name: str) -> Tag:
+    """Parse the tag found under the key of ``name``; raises ``CorruptObject`` or ``UnsupportedFormat``."""
+    key = tag_key(name)
+    tag, digest = parse_record(data, Tag, key=key)
+    problem = ranges_problem(tag.deltas)
+    if tag.name != name:
+        problem = f"it says that it is {tag.name}"
+    elif tag.stream_id != stream_id:
+        problem = f"it belongs to the stream {tag.stream_id}"
+    elif not digest.startswith(f"{hash_name}:"):
+        problem = "its hash is not the stream's"
+    if problem:
+        raise CorruptObject(f"{key} is damaged: {problem}.", key=key, hint=_AGAIN)
+    return tag
+
+
+_AGAIN = "Set the tag again, or delete it with `deltastore tag STORE NAME --delete`."
+
+
+def read_tag(store: Store, name: str) -> Tag:
+    """Return a tag as it is; raises ``VersionNotFound`` when there is none of this name."""
+    try:
+        data = store.backend.read(tag_key(name), limit=MAX_TAG_BYTES)
+    except ObjectNotFound as error:
+        raise VersionNotFound(
+            f"There is no tag {name} in {store.backend.url}.",
+            key=tag_key(name),
+            hint="`deltastore tags` lists the tags there are.",
+        ) from error
+    return parse_tag(data, name=name, stream_id=store.stream_id, hash_name=store.hash.name)
+
+
+def tagged_manifest(store: Store, tag: Tag) -> Manifest:
+    """Return the manifest that a tag names; raises ``CorruptObject`` when that version is another commit's."""
+    try:
+        manifest = store.manifest(tag.version)
+    except VersionNotFound:
+        manifest = None
+    if manifest is None or manifest.commit_id != tag.commit_id:
+        key = tag_key(tag.name)
+        there = "is not there" if manifest is None else f"is {manifest.commit_id}"
+        raise CorruptObject(
+            f"{key} names version {tag.version}, commit {tag.commit_id}; that version {there}.", key=key, hint=_AGAIN
+        )
+    return manifest
+
+
+def read_tags(store: Store) -> list[Tag]:
+    """Return all tags by name; raises ``CorruptObject`` for a damaged one."""
+    # Twice: some file systems' listings can miss a name whose file is replaced at that very moment.
+    listed = chain(store.backend.list(TAGS_PREFIX), store.backend.list(TAGS_PREFIX))
+    names = {found[1] for info in listed if (found := _KEY.match(info.key))}
+    tags = []
+    for name in sorted(names):
+        if name != "latest":
+            with suppress(VersionNotFound):  # deleted meanwhile
+                tags.append(read_tag(store, name))
+    return tags
+
+
+def set_tag(store: Store, name: str, version: str | int) -> Tag:
+    """Create a tag, or move it; returns it once it is sure that the version stays as long as the tag does.
+
+    Raises ``VersionForgotten`` when the version was forgotten before that. The tag then is gone, unless it named this
+    very version before: such a one is given the way that is cheapest now, and stands as it did if that fails.
+    """
+    key = tag_key(name)
+    manifest = store.resolve(version)
+    known = _standing_tag(store, name, manifest)
+    ours = known is None
+    for _ in range(_TRIES):
+        _require(store.retention(), manifest.version)
+        plan = _plan(store, manifest.version)
+        tag = _tag(store, name, manifest, plan)
+        written = tag if known is None else _joined(known, tag)
+        if written != known:
+            store.backend.write(key, encode_tag(store, written))
+        # Only now is it known that every collector of a later record sees the tag: it reads its record first. What
+        # the newest record keeps, no collector of an earlier one takes.
+        record = store.retention()
+        if _leads(record, plan):
+            if written != tag:
+                store.backend.write(key, encode_tag(store, tag))
+            return tag
+        known = written
+        if record is not None and not record.keeps(manifest.version):
+            break  # else the version is kept by another way than a moment ago
+    if ours:
+        _take_back(store, key, encode_tag(store, written))
+    raise _forgotten(manifest.version)
+
+
+def _standing_tag(store: Store, name: str, manifest: Manifest) -> Tag | None:
+    """Return the tag of this name if it names this very version already."""
+    with suppress(VersionNotFound, CorruptObject):
+        known = read_tag(store, name)
+        if (known.version, known.commit_id) == (manifest.version, manifest.commit_id):
+            return known
+    return None
+
+
+def _tag(store: Store, name: str, manifest: Manifest, plan: Plan) -> Tag:
+    return Tag(
+        format=FORMAT,
+        stream_id=store.stream_id,
+        name=name,
+        version=manifest.version,
+        commit_id=manifest.commit_id,
+        created_at=now(),
+        deltas=ranges(step.manifest.version for step in plan.steps if step.route is None),
+        routes=tuple(sorted({step.route.attempt_id for step in plan.steps if step.route is not None})),
+    )
+
+
+def _joined(known: Tag, tag: Tag) -> Tag:
+    """Return the known tag with the new one's way beside its own."""
+    deltas = ranges(chain(numbers(known.deltas), numbers(tag.deltas)))
+    return msgspec.structs.replace(known, deltas=deltas, routes=tuple(sorted({*known.routes, *tag.routes})))
+
+
+def _plan(store: Store, version: int) -> Plan:
+    """Return the way to a version from the store alone; where that is impossible, from the base."""
+    try:
+        return store.plan(None, version)
+    except VersionNotFound:
+        return store.plan(BASE_VERSION, version)
+
+
+def _require(record: Retention | None, version: int) -> None:
+    """Raise ``VersionForgotten`` unless the record itself, tags aside, keeps a version."""
+    if record is not None and not record.keeps(version):
+        raise _forgotten(version)
+
+
+def _forgotten(version: int) -> VersionForgotten:
+    return VersionForgotten(
+        f"No tag can be set on version {version}: it is forgotten, or was while the tag was set.",
+        hint="Choose a version that `deltastore log` shows as kept.",
+    )
+
+
+def _leads(record: Retention | None, plan: Plan) -> bool:
+    """Whether the record itself, tags aside, keeps the version that a plan ends at, and all that the plan uses."""
+    return record is None or (
+        record.keeps(plan.end)
+        and all(
+            record.keeps_parts(step.manifest.version) if step.route is None else record.keeps_route(step.route)
+            for step in plan.steps
+        )
+    )
+
+
+def _take_back(store: Store, key: str, data: bytes) -> None:
+    """Delete a tag that lost to a retention record, unless somebody has set it to something else meanwhile."""
+    with suppress(ObjectNotFound):
+        if store.backend.read(key, limit=MAX_TAG_BYTES) == data:
+            store.backend.delete(key)
+
+
+def delete_tag(store: Store, name: str) -> None:
+    """Delete a tag; raises ``VersionNotFound`` when there is none of this name."""
+    with suppress(CorruptObject):  # a damaged one is deleted as well
+        read_tag(store, name)
+    store.backend.delete(tag_key(name))
