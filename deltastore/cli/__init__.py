@@ -16,6 +16,12 @@ _VERBS = {
     "plan": "Show the cheapest route to a version.",
     "restore": "Build a version as a checkpoint directory.",
     "check": "Check a store for damage.",
+    "diff": "Show what changed between two versions.",
+    "stats": "Show what a store holds.",
+    "tag": "Give a version a name that keeps it.",
+    "tags": "List the tags.",
+    "forget": "Let old versions go.",
+    "gc": "Remove what nothing needs any more.",
 }
 
 
@@ -25,6 +31,7 @@ def main() -> None:
         "deltastore",
         package="deltastore.cli",
         verbs=_VERBS,
-        help="Byte-exact weight deltas through shared storage. STORE is a path or URL; VERSION is a number or latest.",
+        help="Byte-exact weight deltas through shared storage. "
+        "STORE is a path or URL; VERSION is a number, latest or tag:NAME.",
     )
     sys.exit(run(group))

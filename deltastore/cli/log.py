@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from deltastore.reader import open_store
 
 from .app import emit, json_option, store_options
-from .records import human_bytes, table, version_record
+from .records import human_bytes, read_standing, table, version_record
 
 __all__ = ["command"]
 
@@ -20,7 +22,8 @@ __all__ = ["command"]
 def command(store: str, storage_options: dict[str, str], last: int | None, as_json: bool, as_lines: bool) -> None:
     """List the versions, oldest first."""
     opened = open_store(store, storage_options=storage_options)
-    records = [version_record(manifest) for manifest in opened.log(last=last)]
+    standing, tags = read_standing(opened)
+    records = [version_record(manifest, standing, tags) for manifest in opened.log(last=last)]
     if as_lines:
         import msgspec  # noqa: PLC0415 - only where JSON is asked for
 
@@ -38,8 +41,15 @@ def command(store: str, storage_options: dict[str, str], last: int | None, as_js
                 f"{record['ratio']:.2%}",
                 record["created_at"][:19] + "Z",
                 record["snapshot_id"].split(":")[1][:16],
-                "base" + (", anchor" if record["anchored"] else "") if record["kind"] == "base" else "delta",
+                _notes(record),
             )
             for record in records
         ]
         click.echo(table(("version", "step", "changed", "stored", "ratio", "created", "snapshot", "kind"), rows))
+
+
+def _notes(record: dict[str, Any]) -> str:
+    """Say what kind of version it is, what became of it, and what it is called."""
+    notes = [record["kind"]]
+    notes += ["anchor"] * record["anchored"] + ["forgotten"] * record["forgotten"]
+    return ", ".join([*notes, *(f"tag:{name}" for name in record["tags"])])

@@ -9,11 +9,32 @@ if TYPE_CHECKING:
 
     from deltastore.manifest import Manifest
     from deltastore.plan import Plan
+    from deltastore.reader import Store
+    from deltastore.retention import Ranges, Standing
+    from deltastore.tags import Tag
 
-__all__ = ["human_bytes", "plan_record", "table", "version_record"]
+__all__ = [
+    "human_bytes",
+    "human_ranges",
+    "plan_record",
+    "read_standing",
+    "table",
+    "tag_record",
+    "version_record",
+]
 
 
-def version_record(manifest: Manifest) -> dict[str, Any]:
+def read_standing(store: Store) -> tuple[Standing, list[Tag]]:
+    """Return what stays of all versions, and the tags."""
+    from deltastore.retention import Standing  # noqa: PLC0415 - only where a store is asked
+    from deltastore.tags import read_tags  # noqa: PLC0415
+
+    record = store.retention()
+    tags = read_tags(store)
+    return Standing(record, tags), tags
+
+
+def version_record(manifest: Manifest, standing: Standing | None = None, tags: Sequence[Tag] = ()) -> dict[str, Any]:
     """Return one version's documented fields."""
     model = manifest.model
     return {
@@ -32,10 +53,29 @@ def version_record(manifest: Manifest) -> dict[str, Any]:
         "stored_bytes": manifest.stored_bytes,
         "snapshot_bytes": model.snapshot_bytes,
         "ratio": manifest.stored_bytes / model.snapshot_bytes if model.snapshot_bytes else 0.0,
-        "anchored": manifest.anchored,
-        "tags": [],
+        "anchored": manifest.anchored and (standing is None or standing.keeps_parts(manifest.version)),
+        "forgotten": standing is not None and not standing.keeps(manifest.version),
+        "tags": [tag.name for tag in tags if (tag.version, tag.commit_id) == (manifest.version, manifest.commit_id)],
         "metadata": manifest.metadata,
     }
+
+
+def tag_record(tag: Tag) -> dict[str, Any]:
+    """Return a tag's documented fields."""
+    return {
+        "name": tag.name,
+        "version": tag.version,
+        "commit_id": tag.commit_id,
+        "created_at": tag.created_at,
+        "deltas": tag.deltas,
+        "routes": tag.routes,
+    }
+
+
+def human_ranges(runs: Ranges) -> str:
+    """Return ranges as people read them: ``1-7, 9``; only the first few of many."""
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:4]]
+    return ", ".join([*shown, "…"] if len(runs) > 4 else shown)
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from deltastore.manifest import MAX_PART_BYTES, MODEL
 from deltastore.reader import open_store
 
 from .app import emit, json_option, store_options
-from .records import human_bytes, table, version_record
+from .records import human_bytes, read_standing, table, version_record
 
 if TYPE_CHECKING:
     from deltastore.manifest import Manifest
@@ -28,12 +28,15 @@ def command(store: str, storage_options: dict[str, str], version: str, tensors: 
     """Show one version."""
     opened = open_store(store, storage_options=storage_options)
     manifest = opened.resolve(version)
-    record = version_record(manifest)
+    standing, tags = read_standing(opened)
+    record = version_record(manifest, standing, tags)
     record["stream_id"] = manifest.stream_id
     record["attempt_id"] = manifest.attempt_id
     record["invertible"] = manifest.model.invertible
     record["parts"] = [{"key": part.key, "size": part.size, "digest": part.digest} for part in manifest.model.parts]
     if tensors:
+        if not standing.keeps_parts(manifest.version):
+            standing.require(manifest.version)
         record["tensors"] = _tensors(opened, manifest)
     if as_json:
         emit(record)
