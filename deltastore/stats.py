@@ -66,9 +66,9 @@ def stats(store: Store, *, progress: Progress | None = None) -> Stats:
         needed.add(route_key(route.version, route.attempt_id))
         anchors += route.stored_bytes * (route.kind == "anchor")
         skips += route.stored_bytes * (route.kind == "skip")
-    orphans = seen = 0
-    for info in chain(store.backend.list("parts/"), store.backend.list(ROUTES_PREFIX)):
-        seen += 1
+    orphans = 0
+    listed = chain(store.backend.list("parts/"), store.backend.list(ROUTES_PREFIX))
+    for seen, info in enumerate(listed, 1):
         orphans += info.size * (info.key not in needed)
         if progress is not None:
             progress("list", seen, max(seen, len(needed)))

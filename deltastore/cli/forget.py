@@ -15,6 +15,8 @@ from .records import human_bytes, human_ranges
 
 if TYPE_CHECKING:
     from deltastore.gc import Forgotten
+    from deltastore.policy import Policy
+    from deltastore.reader import Store
 
 __all__ = ["command"]
 
@@ -47,7 +49,7 @@ def command(
     opened = open_store(store, storage_options=storage_options)
     policy = Policy(keep_last=keep_last, keep_tagged=keep_tagged, keep_every=keep_every)
     if not dry_run and not yes:
-        _ask(forget(opened, policy, dry_run=True))
+        _ask(opened, policy)
     with progress_bar() as progress:
         result = forget(opened, policy, dry_run=dry_run, progress=progress)
     if as_json:
@@ -64,11 +66,14 @@ def command(
         )
 
 
-def _ask(result: Forgotten) -> None:
+def _ask(store: Store, policy: Policy) -> None:
+    from deltastore.gc import forget  # noqa: PLC0415 - as above
+
     if not sys.stdin.isatty():
         raise UsageError(
             "Forgetting cannot be undone, and nobody is here to ask.", hint="Look with --dry-run, or say --yes."
         )
+    result = forget(store, policy, dry_run=True)
     click.confirm(f"{_count(result)} will be forgotten for ever. Go on?", abort=True, err=True)
 
 

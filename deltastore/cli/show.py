@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltastore.errors import VersionForgotten
 from deltastore.manifest import MAX_PART_BYTES, MODEL
 from deltastore.reader import open_store
 
@@ -35,8 +36,12 @@ def command(store: str, storage_options: dict[str, str], version: str, tensors: 
     record["invertible"] = manifest.model.invertible
     record["parts"] = [{"key": part.key, "size": part.size, "digest": part.digest} for part in manifest.model.parts]
     if tensors:
+        standing.require(manifest.version)
         if not standing.keeps_parts(manifest.version):
-            standing.require(manifest.version)
+            raise VersionForgotten(
+                f"The parts that led to version {manifest.version} were let go; it is reached by another way.",
+                hint="`deltastore diff` compares it with any version that is kept.",
+            )
         record["tensors"] = _tensors(opened, manifest)
     if as_json:
         emit(record)
