@@ -181,46 +181,80 @@ def forget(
     """
     for _ in range(_TRIES):
         situation = _read_situation(store)
-        choice = situation.choose(policy, advised)
-        result = situation.consequences(choice)
-        anchor = _anchor_worth_making(situation, policy, advised, choice)
-        if anchor is not None and make_anchor is not None and not dry_run:
-            make_anchor(anchor[0])
-            make_anchor = None  # one is enough; whatever it came to, the choice is made anew
-            continue
-        if anchor is not None:
-            result = replace(result, anchor_first=anchor[0], anchor_saves=anchor[1])
-        if dry_run or not (result.forgotten or result.dropped_parts or result.dropped_routes):
-            return result
-        _verify_what_is_relied_on(store, situation, choice, result, progress)
-        number = situation.record.number + 1 if situation.record is not None else 1
-        record = Retention(
-            format=FORMAT,
-            stream_id=store.stream_id,
-            created_at=now(),
-            number=number,
-            until=situation.newest,
-            kept=choice.kept,
-            deltas=choice.deltas,
-            routes=choice.routes,
-        )
-        data = encode_retention(record, hash_function=store.hash)
         try:
-            commit(store.backend, retention_key(number), data, limit=MAX_RETENTION_BYTES)
+            result = _forget_once(store, situation, policy, advised, make_anchor, dry_run=dry_run, progress=progress)
         except VersionConflict:
             continue  # another one was first: what it let go must not come back
-        except CommitInDoubt as error:
-            raise CommitInDoubt(
-                f"It cannot be said whether {retention_key(number)} was written: {error}",
-                key=error.key,
-                hint="Run it again when the store answers; a record that arrives late does no harm.",
-            ) from error
-        return replace(result, number=number)
+        except (CorruptObject, ObjectNotFound):
+            if _is_newest(store, situation.record):
+                raise
+            continue  # what is missing was let go, and collected, since the record was read
+        if result is not None:
+            return result
+        make_anchor = None  # one is enough; whatever it came to, the choice is made anew
     raise VersionConflict(
         f"Others wrote {_TRIES} retention records while this one was made.",
         key=store.backend.url,
         hint="Try again when no other `deltastore forget` runs.",
     )
+
+
+def _forget_once(
+    store: Store,
+    situation: _Situation,
+    policy: Policy,
+    advised: AbstractSet[int],
+    make_anchor: Callable[[int], object] | None,
+    *,
+    dry_run: bool,
+    progress: Progress | None,
+) -> Forgotten | None:
+    """Choose, prove what is relied on, and write the record; ``None``: an anchor was made, so look again.
+
+    Raises ``VersionConflict`` when another record was first.
+    """
+    choice = situation.choose(policy, advised)
+    result = situation.consequences(choice)
+    anchor = _anchor_worth_making(situation, policy, advised, choice)
+    if anchor is not None and make_anchor is not None and not dry_run:
+        make_anchor(anchor[0])
+        return None
+    if anchor is not None:
+        result = replace(result, anchor_first=anchor[0], anchor_saves=anchor[1])
+    if dry_run or not (result.forgotten or result.dropped_parts or result.dropped_routes):
+        return result
+    _verify_what_is_relied_on(store, situation, choice, result, progress)
+    number = situation.record.number + 1 if situation.record is not None else 1
+    _write_record(store, number, situation.newest, choice)
+    return replace(result, number=number)
+
+
+def _write_record(store: Store, number: int, until: int, choice: Choice) -> None:
+    record = Retention(
+        format=FORMAT,
+        stream_id=store.stream_id,
+        created_at=now(),
+        number=number,
+        until=until,
+        kept=choice.kept,
+        deltas=choice.deltas,
+        routes=choice.routes,
+    )
+    data = encode_retention(record, hash_function=store.hash)
+    try:
+        commit(store.backend, retention_key(number), data, limit=MAX_RETENTION_BYTES)
+    except CommitInDoubt as error:
+        raise CommitInDoubt(
+            f"It cannot be said whether {retention_key(number)} was written: {error}",
+            key=error.key,
+            hint="Run it again when the store answers; a record that arrives late does no harm.",
+        ) from error
+
+
+def _is_newest(store: Store, record: Retention | None) -> bool:
+    """Whether what a record keeps must still be there: no later one can have let it go."""
+    newest = store.retention()
+    return (newest.number if newest else 0) == (record.number if record else 0)
 
 
 def _read_situation(store: Store) -> _Situation:

@@ -245,6 +245,17 @@ class Store:
         if start is not None:
             self.manifest(start)
         standing = self.standing(end)
+        while True:
+            try:
+                return self._plan(start, end, standing)
+            except VersionNotFound:
+                # A route may have been let go, and collected, since the record was read: a newer one says so.
+                newer = self.standing(end)
+                if newer == standing:
+                    raise
+                standing = newer
+
+    def _plan(self, start: int | None, end: int, standing: Standing) -> Plan:
         direct = start is not None and start <= end and all(map(standing.keeps_parts, range(start + 1, end + 1)))
         wanted = versions_needed(start if direct else None, max(start or BASE_VERSION, end))
         known = self.manifests(wanted)
@@ -299,7 +310,7 @@ class Store:
         if not standing.keeps(version):
             from .tags import read_tags  # noqa: PLC0415 - seldom needed
 
-            standing = Standing(record, read_tags(self))
+            standing = Standing(record, tuple(read_tags(self)))
             standing.require(version)
         return standing
 
