@@ -7,10 +7,12 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from .errors import CorruptObject, DeltastoreError, StoreNotFound
-from .manifest import BASE_VERSION, MAX_MANIFEST_BYTES, MAX_PART_BYTES, manifest_key, parse_manifest
+from .fsck_retention import check_retention
+from .manifest import BASE_VERSION, MAX_MANIFEST_BYTES, MAX_PART_BYTES, MODEL, manifest_key, parse_manifest
 from .part import PartIdentity, parse_part
 from .plan import check_link
 from .reader import Store
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from .manifest import Component, Manifest, ObjectRef, PartRef
     from .part import Part
+    from .retention import Standing
+    from .route import Route
     from .snapshot import Digests
     from .storage import Backend
 
@@ -74,12 +78,16 @@ def check(
     report = Report()
     history = _manifests(backend, report, progress)
     if history and history[0].version == BASE_VERSION:
+        store = Store(backend, history[0])
         sizes = {info.key: info.size for info in backend.list("parts/")}
+        standing, routes = check_retention(
+            store, history, sizes, lambda *problem: report.problems.append(Problem(*problem))
+        )
+        history = [_without_what_was_let_go(manifest, standing) for manifest in history]
         for manifest in history:
             _check_presence(manifest, sizes, report)
-        store = Store(backend, history[0])
         if read_data:
-            _replay(store, history, report, progress)
+            _replay(store, history, standing, routes, report, progress)
         elif subset_percent:
             chosen = [pair for pair in _all_parts(history) if random.Random(seed).random() * 100 < subset_percent]  # noqa: S311
             for manifest, name, reference in chosen:
@@ -121,6 +129,14 @@ def _manifests(backend: Backend, report: Report, progress: Callable[[str, int, i
         if not _MANIFEST_KEY.match(key)
     )
     return history
+
+
+def _without_what_was_let_go(manifest: Manifest, standing: Standing) -> Manifest:
+    """Return a manifest without parts that may be gone: whether they are is no concern of a check."""
+    if standing.keeps_parts(manifest.version):
+        return manifest
+    model = msgspec.structs.replace(manifest.model, parts=())
+    return msgspec.structs.replace(manifest, components={**manifest.components, MODEL: model})
 
 
 def _references(manifest: Manifest) -> Iterator[ObjectRef | PartRef]:
@@ -171,24 +187,54 @@ def _read_part(store: Store, manifest: Manifest, name: str, reference: PartRef, 
 def _replay(
     store: Store,
     history: list[Manifest],
+    standing: Standing,
+    routes: list[Route],
     report: Report,
     progress: Callable[[str, int, int], object] | None,
 ) -> None:
-    """Follow every component's chunk digests through all versions."""
+    """Follow every component's chunk digests through all versions; where parts were let go, on from an anchor."""
     tables: dict[str, Digests] = {}
     total = sum(manifest.stored_bytes for manifest in history)
+    anchors = {route.version: route for route in routes if route.kind == "anchor"}
     for manifest in history:
+        if manifest.version != BASE_VERSION and not standing.keeps_parts(manifest.version):
+            tables.pop(MODEL, None)
         for name, component in manifest.components.items():
             try:
                 if manifest.version == BASE_VERSION:
                     tables[name] = store.base_digests(name).copy()
                 if name in tables:
                     _replay_component(store, manifest, name, component, tables, report)
+                elif name == MODEL:
+                    _begin_again(store, manifest, anchors.get(manifest.version), tables, report)
             except DeltastoreError as error:
                 report.add(error, manifest_key(manifest.version))
                 tables.pop(name, None)  # later versions cannot be judged by it
             if progress is not None:
                 progress("data", report.bytes_read, total)
+
+
+def _begin_again(
+    store: Store, manifest: Manifest, anchor: Route | None, tables: dict[str, Digests], report: Report
+) -> None:
+    """Read a version whose predecessor cannot be followed, and go on from its anchor if it has one."""
+    for reference in manifest.model.parts:
+        _read_part(store, manifest, MODEL, reference, report)
+    if anchor is not None:
+        tables[MODEL] = _anchor_table(store, anchor.as_manifest(manifest), report)
+
+
+def _anchor_table(store: Store, anchor: Manifest, report: Report) -> Digests:
+    """Return the chunk digests that an anchor leads to, as a replay goes on from them."""
+    parts = [_read_part(store, anchor, MODEL, reference, report) for reference in anchor.model.parts]
+    table = np.zeros((store.schema().chunks, store.hash.size), np.uint8)
+    for part in parts:
+        if part is not None:
+            table[part.numbers] = part.new_digests
+    if snapshot_id(store.schema(), table, store.hash) != anchor.snapshot_id:
+        key = anchor.model.parts[0].key if anchor.model.parts else None
+        raise CorruptObject(f"The anchor of version {anchor.version} leads to another snapshot.", key=key)
+    return table
 
 
 def _replay_component(

@@ -38,6 +38,7 @@ __all__ = [
     "read_tags",
     "set_tag",
     "tag_key",
+    "tag_names",
     "tagged_manifest",
 ]
 
@@ -131,15 +132,18 @@ def tagged_manifest(store: Store, tag: Tag) -> Manifest:
 
 def read_tags(store: Store) -> list[Tag]:
     """Return all tags by name; raises ``CorruptObject`` for a damaged one."""
+    tags = []
+    for name in tag_names(store):
+        with suppress(VersionNotFound):  # deleted meanwhile
+            tags.append(read_tag(store, name))
+    return tags
+
+
+def tag_names(store: Store) -> list[str]:
+    """Return the names of all tags, damaged ones among them."""
     # Twice: some file systems' listings can miss a name whose file is replaced at that very moment.
     listed = chain(store.backend.list(TAGS_PREFIX), store.backend.list(TAGS_PREFIX))
-    names = {found[1] for info in listed if (found := _KEY.match(info.key))}
-    tags = []
-    for name in sorted(names):
-        if name != "latest":
-            with suppress(VersionNotFound):  # deleted meanwhile
-                tags.append(read_tag(store, name))
-    return tags
+    return sorted({found[1] for info in listed if (found := _KEY.match(info.key))} - {"latest"})
 
 
 def set_tag(store: Store, name: str, version: str | int) -> Tag:

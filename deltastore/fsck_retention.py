@@ -1,0 +1,121 @@
+"""What a check asks of retention records, tags and routes: that they fit each other, and what they lead to is there."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from .errors import CorruptObject, DeltastoreError, VersionNotFound
+from .manifest import MODEL, manifest_key
+from .retention import RETENTION_PREFIX, Standing, check_successor, numbers, retention_key
+from .route import ROUTES_PREFIX, list_routes
+from .tags import read_tag, tag_key, tag_names, tagged_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from .manifest import Manifest, PartRef
+    from .reader import Store
+    from .retention import Retention
+    from .route import Route
+    from .tags import Tag
+
+    Note = Callable[[str, str, str], object]
+
+__all__ = ["check_retention"]
+
+_KEY = re.compile(r"retention/(\d{10})\.json\Z", re.ASCII)
+
+
+def check_retention(
+    store: Store, history: Sequence[Manifest], sizes: Mapping[str, int], note: Note
+) -> tuple[Standing, list[Route]]:
+    """Check records, tags, and that every part of a route that stays is there; returns what stays, and those routes.
+
+    ``sizes``: of the objects below ``parts/``. ``note`` takes a problem's kind, key, and hint.
+    """
+    try:
+        routes = list_routes(store)
+    except DeltastoreError as error:
+        note(error.kind, error.key or ROUTES_PREFIX, str(error))
+        routes = []
+    record = _check_records(store, history, routes, note)
+    tags = list(_check_tags(store, note))
+    standing = Standing(record, tags)
+    there = {info.key: info.size for info in store.backend.list(ROUTES_PREFIX)}
+    stays = [route for route in routes if standing.keeps_route(route)]
+    for route in stays:
+        for part in route.parts:
+            if there.get(part.key) != part.size:
+                hint = f"The route {route.attempt_id} to version {route.version} needs it, with {part.size} bytes."
+                note("missing-object" if part.key not in there else "wrong-size", part.key, hint)
+    objects = {**sizes, **there}
+    for tag in tags:
+        _check_way(tag, record, history, routes, objects, note)
+    return standing, stays
+
+
+def _check_records(store: Store, history: Sequence[Manifest], routes: Sequence[Route], note: Note) -> Retention | None:
+    """Read all retention records; returns the newest sound one."""
+    keys = sorted(info.key for info in store.backend.list(RETENTION_PREFIX))
+    found = [int(match[1]) for key in keys if (match := _KEY.match(key))]
+    for key in keys:
+        if not _KEY.match(key):
+            note("foreign-object", key, "Not a retention record of this format: remove it.")
+    last: Retention | None = None
+    for place, number in enumerate(found, 1):
+        if number != place:
+            note("missing-retention", retention_key(place), "Later records are there: restore it from a backup.")
+            break
+        try:
+            record = store.retention_record(number)
+            if record is None:
+                continue
+            if last is not None:
+                check_successor(last, record, routes)
+            if record.until > history[-1].version:
+                key = retention_key(number)
+                raise CorruptObject(f"{key} reaches to version {record.until}, which is not there.", key=key)
+        except DeltastoreError as error:
+            note(error.kind, error.key or retention_key(number), str(error))
+            break
+        last = record
+    return last
+
+
+def _check_tags(store: Store, note: Note) -> Iterator[Tag]:
+    """Yield the tags that are sound."""
+    for name in tag_names(store):
+        try:
+            tag = read_tag(store, name)
+            tagged_manifest(store, tag)
+        except VersionNotFound:
+            continue  # deleted meanwhile
+        except DeltastoreError as error:
+            note(error.kind, error.key or tag_key(name), str(error))
+        else:
+            yield tag
+
+
+def _check_way(
+    tag: Tag,
+    record: Retention | None,
+    history: Sequence[Manifest],
+    routes: Sequence[Route],
+    objects: Mapping[str, int],
+    note: Note,
+) -> None:
+    """Note a tag whose version nothing but the tag keeps, and whose way is not whole."""
+    if record is None or record.keeps(tag.version):
+        return
+    known = {route.attempt_id: route for route in routes}
+    needed: list[PartRef] = []
+    for version in numbers(tag.deltas):
+        needed += history[version].components[MODEL].parts if version < len(history) else ()
+    for attempt_id in tag.routes:
+        needed += known[attempt_id].parts if attempt_id in known else ()
+    missing = [part.key for part in needed if part.key not in objects]
+    if missing or set(tag.routes) - set(known):
+        what = missing[0] if missing else manifest_key(tag.version)
+        hint = f"Version {tag.version} was forgotten before the tag was set: {what} is gone. Delete the tag."
+        note("tag-to-nothing", tag_key(tag.name), hint)
