@@ -270,7 +270,8 @@ def _anchor_worth_making(
     """Return the version whose anchor would let more go than it costs, and how much more."""
     base = situation.history[BASE_VERSION]
     cost = _model_bytes(base) or base.model.snapshot_bytes
-    version = max(BASE_VERSION, situation.newest + 1 - policy.keep_last)
+    window = max(BASE_VERSION, situation.newest + 1 - policy.keep_last)
+    version = next(version for version in numbers(choice.kept) if version >= window)  # the newest at the latest
     if version == BASE_VERSION:
         return None
     saves = choice.stored_bytes - situation.choose(policy, advised, PlannedAnchor(version, cost)).stored_bytes

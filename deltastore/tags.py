@@ -167,8 +167,9 @@ def set_tag(store: Store, name: str, version: str | int) -> Tag:
         # the newest record keeps, no collector of an earlier one takes.
         record = store.retention()
         if _leads(record, plan):
-            if written != tag:
-                store.backend.write(key, encode_tag(store, tag))
+            if (written.deltas, written.routes) == (tag.deltas, tag.routes):
+                return written
+            store.backend.write(key, encode_tag(store, tag))
             return tag
         known = written
         if record is not None and not record.keeps(manifest.version):

@@ -222,7 +222,7 @@ class RetentionMachine(RuleBasedStateMachine):
                 self.tags[name] = version
         else:
             self.tags[name] = version
-            assert version in self.kept or backend.remaining
+            assert version in self.kept or backend.remaining or known == version
 
     # What must hold
 
