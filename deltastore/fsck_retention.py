@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from .errors import CorruptObject, DeltastoreError, VersionNotFound
-from .manifest import MODEL, manifest_key
+from .manifest import MODEL
 from .retention import RETENTION_PREFIX, Standing, check_successor, numbers, retention_key
 from .route import ROUTES_PREFIX, list_routes
 from .tags import read_tag, tag_key, tag_names, tagged_manifest
@@ -40,18 +40,16 @@ def check_retention(
         note(error.kind, error.key or ROUTES_PREFIX, str(error))
         routes = []
     record = _check_records(store, history, routes, note)
-    tags = list(_check_tags(store, note))
-    standing = Standing(record, tags)
     there = {info.key: info.size for info in store.backend.list(ROUTES_PREFIX)}
+    objects = {**sizes, **there}
+    tags = [tag for tag in _check_tags(store, note) if _is_whole(tag, record, history, routes, objects, note)]
+    standing = Standing(record, tags)
     stays = [route for route in routes if standing.keeps_route(route)]
     for route in stays:
         for part in route.parts:
             if there.get(part.key) != part.size:
                 hint = f"The route {route.attempt_id} to version {route.version} needs it, with {part.size} bytes."
                 note("missing-object" if part.key not in there else "wrong-size", part.key, hint)
-    objects = {**sizes, **there}
-    for tag in tags:
-        _check_way(tag, record, history, routes, objects, note)
     return standing, stays
 
 
@@ -97,25 +95,29 @@ def _check_tags(store: Store, note: Note) -> Iterator[Tag]:
             yield tag
 
 
-def _check_way(
+def _is_whole(
     tag: Tag,
     record: Retention | None,
     history: Sequence[Manifest],
     routes: Sequence[Route],
     objects: Mapping[str, int],
     note: Note,
-) -> None:
-    """Note a tag whose version nothing but the tag keeps, and whose way is not whole."""
-    if record is None or record.keeps(tag.version):
-        return
+) -> bool:
+    """Whether all is there that a tag alone keeps; note it if not: then the tag was set too late."""
+    if record is None:
+        return True
     known = {route.attempt_id: route for route in routes}
     needed: list[PartRef] = []
     for version in numbers(tag.deltas):
-        needed += history[version].components[MODEL].parts if version < len(history) else ()
+        if version < len(history) and not record.keeps_parts(version):
+            needed += history[version].components[MODEL].parts
     for attempt_id in tag.routes:
-        needed += known[attempt_id].parts if attempt_id in known else ()
-    missing = [part.key for part in needed if part.key not in objects]
-    if missing or set(tag.routes) - set(known):
-        what = missing[0] if missing else manifest_key(tag.version)
-        hint = f"Version {tag.version} was forgotten before the tag was set: {what} is gone. Delete the tag."
+        if attempt_id in known and not record.keeps_route(known[attempt_id]):
+            needed += known[attempt_id].parts
+    gone = [part.key for part in needed if part.key not in objects]
+    gone += sorted(set(tag.routes) - set(known))
+    if gone:
+        remedy = "Set" if record.keeps(tag.version) else "Its version is forgotten: delete"
+        hint = f"{gone[0]} was let go before the tag was set. {remedy} the tag{' again' * (remedy == 'Set')}."
         note("tag-to-nothing", tag_key(tag.name), hint)
+    return not gone
