@@ -106,11 +106,12 @@ def _is_whole(
     """Whether all is there that a tag alone keeps; note it if not: then the tag was set too late."""
     if record is None:
         return True
+    versions = {manifest.version: manifest for manifest in history}
     known = {route.attempt_id: route for route in routes}
     needed: list[PartRef] = []
     for version in numbers(tag.deltas):
-        if version < len(history) and not record.keeps_parts(version):
-            needed += history[version].components[MODEL].parts
+        if version in versions and not record.keeps_parts(version):
+            needed += versions[version].components[MODEL].parts
     for attempt_id in tag.routes:
         if attempt_id in known and not record.keeps_route(known[attempt_id]):
             needed += known[attempt_id].parts
