@@ -34,6 +34,7 @@ from .errors import (
     VersionConflict,
     WriterFenced,
 )
+from .follow import on_plan
 from .init import create_stream
 from .intake import Intake
 from .manifest import (
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from .manifest import Scalar
+    from .plan import Plan
     from .snapshot import Digests
 
 __all__ = ["Publication", "Published", "Writer"]
@@ -179,8 +181,11 @@ class Writer:
         source = None
         if base is not None:
             source = identify(self.store, base, workers=self._workers, progress=self._progress)
-        plan = self.store.plan(source.version if source else None, self._head.version)
-        self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
+
+        def load(plan: Plan) -> None:
+            self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
+
+        on_plan(self.store, source.version if source else None, self._head.version, load)
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
 

@@ -24,6 +24,7 @@ from deltastore.reader import store_at
 from deltastore.retention import encode_retention, retention_key
 from deltastore.route import list_routes, route_key
 from deltastore.storage.local import LocalBackend
+from deltastore.tags import set_tag
 from deltastore.testing import Effect, Fault, FaultyBackend
 
 
@@ -242,3 +243,31 @@ def test_records_that_break_a_rule_are_named(store, how):
         for act in (lambda: collect(fresh), lambda: forget(fresh, Policy(keep_last=1)), lambda: fresh.plan(None, 5)):
             with pytest.raises(CorruptObject):
                 act()
+
+
+MOMENTS = [("read", "retention/"), ("list", "tags/"), ("list", "parts/"), ("list", "routes/"), ("delete", "")]
+
+
+@pytest.mark.parametrize(
+    ("moment", "when"),
+    [(moment, "hook") for moment in MOMENTS] + [(moment, "after") for moment in MOMENTS[1:]],
+    ids=str,
+)
+def test_a_collector_that_sleeps_while_a_version_is_tagged_and_forgotten_spares_it(
+    store, place, moment, when, tmp_path
+):
+    def meanwhile():
+        set_tag(store, "best", 2)
+        forget(store, Policy(keep_last=1), make_anchor=anchoring(store))
+
+    store.backend.write(f"parts/{3:010d}/{7:032x}/model-00000.safetensors", b"something to delete")
+    backend = FaultyBackend(LocalBackend(place))
+    sleeper = store_at(backend)
+    backend.add(Fault(operation=moment[0], effect=Effect.NONE, key_prefix=moment[1], **{when: meanwhile}))
+    collect(sleeper, grace=0)
+    collect(store, grace=0)
+    for version in (2, 5):
+        store.restore(version, tmp_path / str(version))
+        training.assert_holds(tmp_path / str(version), training.small_snapshot(version, elements=16))
+    with pytest.raises(VersionForgotten):
+        store.plan(None, 3)

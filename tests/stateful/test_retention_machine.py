@@ -27,6 +27,7 @@ from deltastore.tags import delete_tag, read_tags, set_tag
 from deltastore.testing import Effect, Fault, FaultyBackend
 
 NAMES = ("best", "held")
+MOMENTS = [("read", "retention/"), ("list", "tags/"), ("list", "parts/"), ("list", "routes/"), ("delete", "")]
 policies = st.builds(
     Policy,
     keep_last=st.integers(1, 3),
@@ -177,9 +178,9 @@ class RetentionMachine(RuleBasedStateMachine):
             thread.join()
         assert failures == []
 
-    @rule(policy=policies, name=st.sampled_from(NAMES), data=st.data(), when=st.sampled_from(["delete", "list"]))
+    @rule(policy=policies, name=st.sampled_from(NAMES), data=st.data(), when=st.sampled_from(MOMENTS))
     def collect_while_much_happens(self, policy, name, data, when):
-        """A collector sleeps before its first deletion, or before it lists; meanwhile others forget, tag, collect."""
+        """A collector sleeps before one of its requests; meanwhile others forget, tag, collect."""
         version = data.draw(st.integers(0, len(self.history) - 1))
         backend = FaultyBackend(LocalBackend(self.place))
 
@@ -190,9 +191,10 @@ class RetentionMachine(RuleBasedStateMachine):
             self.forget(policy, anchoring=True, dry=False)
             collect(self.store, grace=0)
 
-        prefix = "" if when == "delete" else "parts/"
-        backend.add(Fault(operation=when, effect=Effect.NONE, key_prefix=prefix, hook=meanwhile))
-        collect(store_at(backend), grace=0)
+        operation, prefix = when
+        opened = store_at(backend)
+        backend.add(Fault(operation=operation, effect=Effect.NONE, key_prefix=prefix, hook=meanwhile))
+        collect(opened, grace=0)
 
     def tag_surely(self, name, version):
         set_tag(self.store, name, version)
@@ -276,7 +278,7 @@ class RetentionMachine(RuleBasedStateMachine):
 THOROUGH = os.environ.get("DELTASTORE_THOROUGH") == "1"
 TestRetention = RetentionMachine.TestCase
 TestRetention.settings = settings(
-    max_examples=200 if THOROUGH else 10,
+    max_examples=200 if THOROUGH else 8,
     stateful_step_count=40 if THOROUGH else 25,
     deadline=None,
     derandomize=True,
