@@ -57,7 +57,8 @@ class Forgotten:
 
     ``number``: the new record's, ``None`` where there was nothing to let go (or nothing was to be done yet).
     ``freed_bytes``: what ``collect`` may remove for it, tags aside. ``anchor_first``: the version of which an anchor,
-    made before, would let ``anchor_saves`` bytes more go.
+    made before, would let ``anchor_saves`` bytes more go. ``refused_routes``: routes that did not hold when they were
+    read back, and are let go.
     """
 
     number: int | None
@@ -69,6 +70,7 @@ class Forgotten:
     freed_bytes: int
     anchor_first: int | None = None
     anchor_saves: int = 0
+    refused_routes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class _Situation:
     history: list[Manifest]
     routes: list[Route]
     tags: list[Tag]
+    refused: frozenset[str] = frozenset()
 
     @property
     def newest(self) -> int:
@@ -129,7 +132,7 @@ class _Situation:
             policy,
             part_bytes={manifest.version: _model_bytes(manifest) for manifest in self.history},
             base_stored=self.history[BASE_VERSION].anchored,
-            routes=[*self.routes, *more],
+            routes=[*(route for route in self.routes if route.attempt_id not in self.refused), *more],
             tagged={tag.version for tag in self.tags},
             advised=advised,
         )
@@ -175,9 +178,9 @@ def forget(
     """Write the retention record that a policy asks for; the newest version is always kept. Removes nothing.
 
     ``advised``: versions to keep as well, such as those that receivers hold. ``make_anchor`` makes an anchor of a
-    version where that lets more go; without it the result says which one. Every anchor that the record newly relies
-    on is read back and proven before anything else is let go for it. Raises ``CorruptObject`` when one does not hold,
-    ``CommitInDoubt`` when it cannot be said whether the record was written.
+    version where that lets more go; without it the result says which one. Every route that the record is the first to
+    list is read back and proven; the record does without those that do not hold. Raises ``CorruptObject`` when nothing
+    leads to a version to keep, ``CommitInDoubt`` when it cannot be said whether the record was written.
     """
     for _ in range(_TRIES):
         situation = _read_situation(store)
@@ -223,10 +226,13 @@ def _forget_once(
         result = replace(result, anchor_first=anchor[0], anchor_saves=anchor[1])
     if dry_run or not (result.forgotten or result.dropped_parts or result.dropped_routes):
         return result
-    _verify_what_is_relied_on(store, situation, choice, result, progress)
+    unsound = _unsound_routes(store, situation, choice, progress)
+    if unsound:  # without them, and their going is part of the record
+        without = replace(situation, refused=situation.refused | unsound)
+        return _forget_once(store, without, policy, advised, None, dry_run=dry_run, progress=progress)
     number = situation.record.number + 1 if situation.record is not None else 1
     _write_record(store, number, situation.newest, choice)
-    return replace(result, number=number)
+    return replace(result, number=number, refused_routes=tuple(sorted(situation.refused)))
 
 
 def _write_record(store: Store, number: int, until: int, choice: Choice) -> None:
@@ -278,20 +284,34 @@ def _anchor_worth_making(
     return (version, saves) if saves > 0 else None
 
 
-def _verify_what_is_relied_on(
-    store: Store, situation: _Situation, choice: Choice, result: Forgotten, progress: Progress | None
-) -> None:
-    """Read back and prove the routes that kept or tagged versions rely on and the record before did not list."""
-    if not (result.dropped_parts or result.dropped_routes):
-        return
+def _unsound_routes(store: Store, situation: _Situation, choice: Choice, progress: Progress | None) -> frozenset[str]:
+    """Read back the routes that a record would be the first to list; returns those that do not hold.
+
+    So every route that a record lists was proven once. Raises ``CorruptObject`` when one does not hold that a tag needs
+    whose version the record would be the first to let go.
+    """
     from .verify import verify_route  # noqa: PLC0415 - brings numba, which a dry run does without
 
+    before = Standing(situation.record)
     listed = set(situation.record.routes) if situation.record is not None else set()
-    wanted = {route.attempt_id for route in choice.relied_on}
-    wanted.update(attempt for tag in situation.tags for attempt in tag.routes)
+    kept = set(numbers(choice.kept))
+    tagged = {
+        attempt_id
+        for tag in situation.tags
+        if tag.version <= situation.newest and tag.version not in kept and before.keeps(tag.version)
+        for attempt_id in tag.routes
+    }
+    unsound = set()
     for route in situation.routes:
-        if route.attempt_id in wanted - listed:
+        if route.attempt_id not in (tagged | set(choice.routes)) - listed:
+            continue
+        try:
             verify_route(store, route, progress=progress)
+        except (CorruptObject, ObjectNotFound):
+            if route.attempt_id in tagged or not _is_newest(store, situation.record):
+                raise
+            unsound.add(route.attempt_id)
+    return frozenset(unsound)
 
 
 # Collecting

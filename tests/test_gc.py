@@ -74,23 +74,48 @@ def test_without_an_anchor_it_says_which_one_would_help(store):
     assert again.freed_bytes >= result.anchor_saves
 
 
-@pytest.mark.parametrize("damage", ["flip", "missing", "digest"])
-def test_nothing_is_let_go_for_an_anchor_that_does_not_hold(store, place, damage):
-    attempt_id = make_anchor(store, 4)
-    part = next((place / "routes").rglob("*.safetensors"))
-    if damage == "missing":
-        part.unlink()
-    elif damage == "flip":
+@pytest.mark.parametrize("damage", ["flip", "missing", "another"])
+@pytest.mark.parametrize("keep_last", [2, 3])
+def test_nothing_is_let_go_for_an_anchor_that_does_not_hold(store, place, damage, keep_last, tmp_path):
+    if damage == "another":  # an honest anchor, but of another version
+        route = msgspec.structs.replace(begin_anchor(store, 3), snapshot_id=store.manifest(2).snapshot_id)
+        finish_anchor(store, route)
+        attempt_id = route.attempt_id
+    else:
+        attempt_id = make_anchor(store, 4)
+        part = next((place / "routes").rglob("*.safetensors"))
         data = bytearray(part.read_bytes())
         data[-1] ^= 1
         part.write_bytes(data)
-    else:  # an honest anchor, but of another version
-        store.backend.delete(route_key(4, attempt_id))
-        begun = begin_anchor(store, 3)
-        other = msgspec.structs.replace(begun, snapshot_id=store.manifest(2).snapshot_id)
-        finish_anchor(store, other)
+        if damage == "missing":
+            part.unlink()
+    result = forget(store, Policy(keep_last=keep_last))
+    assert (result.dropped_parts, result.refused_routes) == ((), (attempt_id,))
+    assert result.dropped_routes == (attempt_id,)
+    collect(store)
+    assert list_routes(store) == []
+    store.restore(4, tmp_path / "out")
+    training.assert_holds(tmp_path / "out", training.small_snapshot(4, elements=16))
+
+
+def test_a_route_that_no_record_had_to_rely_on_is_proven_before_one_lists_it(store, place):
+    """Else the next record would take it for proven, and let everything else go for it."""
+    make_anchor(store, 4)
+    first = forget(store, Policy(keep_last=5))
+    assert (first.number, first.refused_routes) == (1, ())
+    make_anchor(store, 3)
+    part = next((place / "routes" / f"{3:010d}").rglob("*.safetensors"))
+    part.unlink()
+    second = forget(store, Policy(keep_last=4))
+    assert (second.number, len(second.refused_routes)) == (2, 1)
+
+
+def test_a_tag_that_relies_on_an_anchor_that_does_not_hold_keeps_its_version_from_being_forgotten(store, place):
+    make_anchor(store, 2)
+    set_tag(store, "best", 3)
+    next((place / "routes").rglob("*.safetensors")).unlink()
     with pytest.raises((CorruptObject, ObjectNotFound)):
-        forget(store, Policy(keep_last=2 if damage != "digest" else 3))
+        forget(store, Policy(keep_last=1))
     assert store.retention() is None
 
 

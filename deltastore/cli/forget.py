@@ -58,6 +58,8 @@ def command(
         word = "would be" if dry_run else "are"
         click.echo(f"{_count(result)} {word} forgotten; {human_ranges(result.kept)} kept")
         click.echo(f"{human_bytes(result.freed_bytes)} may be removed by `deltastore gc`, where no tag needs them")
+    for attempt_id in result.refused_routes:
+        click.echo(f"The route {attempt_id} did not hold when it was read back, and is let go.", err=True)
     if result.anchor_first is not None:
         click.echo(
             f"An anchor of version {result.anchor_first}, made first, lets {human_bytes(result.anchor_saves)} more go: "
@@ -94,4 +96,5 @@ def _record(result: Forgotten, *, dry_run: bool) -> dict[str, Any]:
         "freed_bytes": result.freed_bytes,
         "anchor_first": result.anchor_first,
         "anchor_saves": result.anchor_saves,
+        "refused_routes": result.refused_routes,
     }

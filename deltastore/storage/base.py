@@ -62,7 +62,8 @@ class Backend(Protocol):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield every object whose key starts with ``prefix``, in any order.
 
-        The prefix ends in ``/`` or is empty. Objects stored or deleted meanwhile may be there or not.
+        The prefix ends in ``/`` or is empty. Objects stored for the first time or deleted
+        meanwhile may be there or not; one that is replaced meanwhile is there.
         """
         ...
 
