@@ -323,8 +323,8 @@ def collect(
     """Remove what nothing needs, and nothing else.
 
     ``grace``: seconds for which unfinished routes are left alone where they say when they were begun; a courtesy to
-    whoever is at work. Raises ``CorruptObject``, with nothing removed, when a record or tag is damaged: it may be
-    what keeps something.
+    whoever is at work. Raises ``CorruptObject``, with nothing removed, when a record or tag is damaged (it may be what
+    keeps something), and ``StreamMismatch`` when the store was replaced meanwhile.
     """
     # The order matters: a tag set after this record is seen by its setter to be too late, one set before is seen here.
     record = store.retention()
@@ -343,6 +343,9 @@ def collect(
                 elif verdict == "dropped":
                     last.append(Doomed(info.key, info.size, verdict))
     if not dry_run:
+        # A store that was replaced or rolled back while it was looked at must not be judged by what it was.
+        store.recheck(store.base)
+        store.recheck(store.latest())
         total = len(doomed) + len(last)
         _delete(store, doomed, 0, total, progress)
         _delete(store, last, len(doomed), total, progress)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 import pytest
 import training
@@ -14,6 +16,7 @@ from deltastore.errors import (
     CorruptObject,
     ObjectNotFound,
     StorageError,
+    StreamMismatch,
     VersionConflict,
     VersionForgotten,
 )
@@ -296,3 +299,38 @@ def test_a_collector_that_sleeps_while_a_version_is_tagged_and_forgotten_spares_
         training.assert_holds(tmp_path / str(version), training.small_snapshot(version, elements=16))
     with pytest.raises(VersionForgotten):
         store.plan(None, 3)
+
+
+def test_a_store_that_is_replaced_while_it_is_looked_at_loses_nothing(store, place, tmp_path):
+    def meanwhile():
+        shutil.rmtree(place)
+        with Writer(place, base=tmp_path / "base") as writer:
+            for seed in range(1, 6):
+                writer.publish(training.small_snapshot(seed, elements=16)).result()
+
+    sleeper = faulty(place)
+    sleeper.manifests(range(6))
+    sleeper.backend.add(Fault(operation="list", effect=Effect.NONE, key_prefix="parts/", hook=meanwhile))
+    with pytest.raises(StreamMismatch):
+        collect(sleeper, grace=0)
+    assert check(LocalBackend(place), read_data=True).ok
+
+
+@pytest.mark.s3
+def test_an_object_store_is_kept_small_as_a_directory_is(s3, tmp_path):
+    url, options = f"{s3.url}/retention", dict(s3.storage_options)
+    base = training.save(tmp_path / "base", training.small_snapshot(0, elements=16))
+    with Writer(url, base=base, storage_options=options) as writer:
+        for seed in range(1, 6):
+            writer.publish(training.small_snapshot(seed, elements=16)).result()
+    store = open_store(url, storage_options=options)
+    set_tag(store, "best", 1)
+    forget(store, Policy(keep_last=2), make_anchor=anchoring(store))
+    assert collect(store).by_reason()["forgotten"][0] == 3  # of 2, 3 and 4
+    assert collect(store).objects == ()
+    for version in (1, 4, 5):
+        store.restore(version, tmp_path / str(version))
+        training.assert_holds(tmp_path / str(version), training.small_snapshot(version, elements=16))
+    with pytest.raises(VersionForgotten):
+        store.plan(None, 3)
+    assert check(store.backend, read_data=True).ok
