@@ -6,9 +6,10 @@ Understands torch tensors on any device, NumPy arrays and checkpoints, without i
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceBytes",
+    "HostBytes",
     "TensorBytes",
     "TensorInput",
     "checkpoint_tensors",
@@ -91,8 +93,18 @@ class DeviceBytes:
         return content
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInput:
+class HostBytes(NamedTuple):
+    """The bytes of a torch tensor that lie in the CPU's memory as they are: a ``TensorBytes`` that tells where."""
+
+    owner: Any
+    address: int
+
+    def __call__(self, start: int, end: int, /) -> Bytes:
+        """Return a view of bytes ``start`` to ``end``."""
+        return _flat(self.owner).numpy()[start:end]  # type: ignore[no-any-return]
+
+
+class TensorInput(NamedTuple):
     """One tensor to publish: its name in the stream, what it is, and its bytes."""
 
     spec: TensorSpec
@@ -103,19 +115,62 @@ def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema
     """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
     if isinstance(tensors, Mapping):
         # In schema order a part holds one stretch of chunks, and a receiver can begin before the last part is there.
-        pairs: Iterable[tuple[str, Any]] = sorted(
-            tensors.items(), key=lambda pair: _stream_name(str(pair[0]), schema).encode("utf-8", "replace")
-        )
+        pairs: Iterable[tuple[str, Any]] = sorted(tensors.items(), key=lambda pair: _order(str(pair[0]), schema))
     else:
         pairs = tensors
-    for pair in _each(pairs):
-        name, value = pair
+    plain = _plain_dtypes()
+    for name, value in _each(pairs):
         if not isinstance(name, str):
             raise PublishError(f"{name!r} is no tensor's name.", tensors=(str(name),))
+        known = _stream_name(name, schema)
+        wanted = schema.get(known)
+        if wanted is not None and (content := _plain_bytes(value, wanted, plain)) is not None:
+            yield TensorInput(wanted, content)
+            continue
         try:
-            yield _input(_stream_name(name, schema), value, schema)
+            yield _input(known, value, schema)
         except CorruptObject as error:  # a name or shape outside the format's limits
             raise PublishError(str(error), tensors=(name,)) from error
+
+
+def _order(name: str, schema: Schema) -> tuple[int, bytes]:
+    """Return what sorts names as the schema does; unknown ones come last."""
+    known = _stream_name(name, schema)
+    if known in schema:
+        return schema.position(known), b""
+    return len(schema), known.encode("utf-8", "replace")
+
+
+def _plain_dtypes() -> dict[Any, str]:
+    """Return safetensors dtypes by torch's own; empty where torch is not loaded. float4 is left out: it has pairs."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {getattr(torch, name): known for name, known in _DTYPES.items() if known != "F4" and hasattr(torch, name)}
+
+
+def _plain_bytes(value: Any, wanted: TensorSpec, dtypes: Mapping[Any, str]) -> HostBytes | None:
+    """Return the bytes of the commonest kind of tensor, as cheaply as can be; ``None`` for whatever is special."""
+    torch = sys.modules.get("torch")
+    # The exact types: any other is a subclass, which may have no memory, or not all of it (a DTensor).
+    if torch is None or (type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter):
+        return None
+    try:
+        if (
+            _on_host(value)
+            and value.layout is torch.strided
+            and not value.is_nested
+            and dtypes.get(value.dtype) == wanted.dtype
+            and value.shape == wanted.shape
+            and value.is_contiguous()
+            and not value.is_conj()
+            and not value.is_neg()
+            and (address := value.data_ptr())
+        ):
+            return HostBytes(value, address)
+    except RuntimeError:  # torch's word for what has no memory
+        pass
+    return None
 
 
 def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -206,7 +261,7 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     if flat.is_neg():
         flat = flat.resolve_neg()
     # A view where memory is contiguous; a copy on the tensor's own device where it is not.
-    flat = flat.contiguous().reshape(-1).view(torch.uint8)
+    flat = _flat(flat.contiguous())
     if _on_host(flat):
         return dtype, shape, _view(flat.numpy())
     # The trainer's own stream may still be writing; streams of other threads do not wait for it by themselves.
@@ -214,5 +269,14 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     return dtype, shape, DeviceBytes(flat, ready)
 
 
+def _flat(value: Any) -> Any:
+    """View a contiguous tensor's memory as uint8, in one dimension."""
+    import torch  # noqa: PLC0415 - the caller has it already: it made the tensor
+
+    if value.is_complex():
+        value = torch.view_as_real(value.detach())
+    return value.detach().reshape(-1).view(torch.uint8)
+
+
 def _on_host(flat: Any) -> bool:
-    return bool(flat.device.type == "cpu")
+    return bool(flat.is_cpu)

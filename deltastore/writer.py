@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
 from .codec import LEVELS
 from .codec.chunk import warm_up
+from .codec.taking import warm_up_taking
 from .commit import commit, settle
 from .digest import DEFAULT_HASH
 from .errors import (
@@ -61,7 +62,7 @@ from .storage import close_backend, open_backend
 from .tensors import checkpoint_tensors, named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -113,6 +114,7 @@ class _Sent:
     manifest: Manifest
     data: bytes
     attempt: Attempt
+    digests: Digests
 
 
 class Writer:
@@ -147,6 +149,7 @@ class Writer:
         self._workers = workers or default_workers()
         self._progress = progress
         self._spool = TemporarySpool(spool)
+        self._begun: Attempt | None = None
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
@@ -183,6 +186,7 @@ class Writer:
         self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
+        warm_up_taking(spec.width for spec in self._schema)
 
     # Publishing
 
@@ -222,9 +226,11 @@ class Writer:
             version=self._head.version + 1,
             hash_function=self.store.hash,
         )
+        intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
+        # From here on the shadow is ahead: until the attempt is committed, or given up and taken back.
+        self._begun = attempt
         try:
             attempt.begin(MODEL, self._schema)
-            intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
             if isinstance(tensors, Checkpoint):
                 intake.take(checkpoint_tensors(tensors), reusable=True)
             else:
@@ -235,10 +241,11 @@ class Writer:
             manifest = self._manifest(attempt, digests, parts, intake, step=count, metadata=fields)
             data = encode_manifest(manifest, hash_function=self.store.hash)
             parse_manifest(data, version=manifest.version)  # what no reader would take must not be committed
-            sent = _Sent(manifest, data, attempt)
+            sent = _Sent(manifest, data, attempt, digests)
             encoded = time.perf_counter()
         except BaseException:
-            attempt.abandon()
+            intake.leave()
+            self._give_up()
             raise
         return Publication(manifest.version, self._committer.submit(self._finish, sent, started, encoded))
 
@@ -283,7 +290,7 @@ class Writer:
         try:
             sent.attempt.wait_uploaded()
         except BaseException:
-            sent.attempt.abandon()
+            self._give_up()
             raise
         uploaded = time.perf_counter()
         self._send(commit, sent)
@@ -313,28 +320,43 @@ class Writer:
         try:
             how(self._backend, manifest_key(sent.manifest.version), sent.data, limit=MAX_MANIFEST_BYTES)
         except VersionConflict as error:
-            self._doubt = None
+            self._doubt = self._begun = None
             self._fenced = error
             sent.attempt.abandon()
             raise
         self._doubt = None
 
     def _advance(self, sent: _Sent) -> None:
+        with self._sure_of_shadow():
+            self._shadow.advance(lambda: sent.attempt.parts(self._schema), sent.digests, workers=self._workers)
+            self._begun = None
+        self._head = sent.manifest
+        sent.attempt.drop()
+        hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
+        with suppress(StorageError):  # a hint only: readers find the version without it
+            self._backend.write(LATEST_KEY, hint)
+
+    def _give_up(self) -> None:
+        """Abandon the attempt that was begun, whose manifest was never sent, and make the shadow follow."""
+        attempt = self._begun
+        if attempt is None:
+            return
+        with self._sure_of_shadow():
+            self._shadow.take_back(attempt.parts(self._schema), workers=self._workers)
+            self._begun = None
+        attempt.abandon()
+
+    @contextmanager
+    def _sure_of_shadow(self) -> Iterator[None]:
+        """Fence this writer unless the block ends well: only a fresh one knows the last committed version then."""
         try:
-            parts = sent.attempt.spooled_parts(self._schema)
-            self._shadow.advance(parts, sent.manifest.snapshot_id, workers=self._workers)
+            yield
         except BaseException as error:
-            # Committed, but our copy of it is not certain: only a fresh writer may go on.
+            self._begun = None
             self._fenced = (
                 error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
             )
             raise
-        self._head = sent.manifest
-        del parts
-        sent.attempt.drop_spool()
-        hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
-        with suppress(StorageError):  # a hint only: readers find the version without it
-            self._backend.write(LATEST_KEY, hint)
 
     def _settle(self) -> None:
         """Wait for the version in flight and settle one in doubt; raise if this writer may not publish."""
@@ -347,6 +369,8 @@ class Writer:
             doubt = self._doubt
             self._send(settle, doubt)
             self._advance(doubt)
+        elif self._fenced is None:
+            self._give_up()  # one that an interruption kept from being committed
         if self._fenced is not None:
             raise WriterFenced(
                 f"This writer is fenced: {self._fenced}", key=self._fenced.key, hint="Open a new writer."
