@@ -50,7 +50,9 @@ class Attempt:
         self._hash = hash_function
         self._component = MODEL
         self._schema = Schema(())
+        #: Rows of no part yet; those up to ``_counted`` belong to the open one, with ``_payload_bytes`` together.
         self._rows: list[ChunkRow] = []
+        self._counted = 0
         self._payload_bytes = 0
         self._closed_bytes = 0
         self._memory: dict[str, bytes] = {}
@@ -70,19 +72,20 @@ class Attempt:
 
     def add(self, rows: Iterable[ChunkRow]) -> None:
         """Append encoded chunks of the component; full parts leave for the store at once."""
-        for row in rows:
-            self._rows.append(row)
-            self._payload_bytes += len(row.encoded.payload)
-            if self._payload_bytes >= self._part_bytes() or len(self._rows) >= _PART_ROWS:
+        self.keep(rows)
+        while self._counted < len(self._rows):
+            self._payload_bytes += len(self._rows[self._counted].encoded.payload)
+            self._counted += 1
+            if self._payload_bytes >= self._part_bytes() or self._counted >= _PART_ROWS:
                 self._close_part()
 
     def keep(self, rows: Iterable[ChunkRow]) -> None:
-        """Append encoded chunks that will not be published any more, for ``parts`` to tell of them."""
+        """Append encoded chunks for ``parts`` to tell of, and do nothing else that might fail."""
         self._rows += rows
 
     def end(self) -> tuple[PartRef, ...]:
         """Close the component's open part, if any; returns all its parts."""
-        if self._rows:
+        if self._counted:
             self._close_part()
         return tuple(self._parts[self._component])
 
@@ -91,8 +94,9 @@ class Attempt:
 
     def _close_part(self) -> None:
         parts = self._parts[self._component]
-        data = build_part(self._rows, self._identity(self._component), digest_size=self._hash.size)
-        numbers = self._schema.first_chunk[[row.tensor for row in self._rows]] + [row.chunk for row in self._rows]
+        rows = self._rows[: self._counted]
+        data = build_part(rows, self._identity(self._component), digest_size=self._hash.size)
+        numbers = self._schema.first_chunk[[row.tensor for row in rows]] + [row.chunk for row in rows]
         reference = PartRef(
             key=self._key(f"{self._component}-{len(parts):05d}.safetensors"),
             size=len(data),
@@ -108,7 +112,8 @@ class Attempt:
             self._spool.put(data, reference.digest)
         parts.append(reference)
         self._closed_bytes += self._payload_bytes
-        self._rows, self._payload_bytes = [], 0
+        self._rows = self._rows[self._counted :]
+        self._counted = self._payload_bytes = 0
         self._uploads.append(self._pool.submit(self._upload, reference))
 
     def _key(self, name: str) -> str:

@@ -107,7 +107,7 @@ class Intake:
                 raise
 
     def leave(self) -> None:
-        """Hand the attempt what was encoded after an interrupted ``take``, so that all of it can be taken back."""
+        """Hand the attempt what an interrupted ``take`` encoded last, so that all of it can be taken back."""
         wait(self._running)
         while self._running:
             encoded = self._running.popleft()
@@ -164,8 +164,8 @@ class Intake:
 
     def _collect(self) -> None:
         rows = self._running[0].result()
-        self._attempt.add(rows)
         self._running.popleft()
+        self._attempt.add(rows)
         if not rows:
             return
         tensors = np.array([row.tensor for row in rows], np.int64)

@@ -113,64 +113,72 @@ class TensorInput(NamedTuple):
 
 def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema: Schema) -> Iterator[TensorInput]:
     """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
-    if isinstance(tensors, Mapping):
-        # In schema order a part holds one stretch of chunks, and a receiver can begin before the last part is there.
-        pairs: Iterable[tuple[str, Any]] = sorted(tensors.items(), key=lambda pair: _order(str(pair[0]), schema))
-    else:
-        pairs = tensors
-    plain = _plain_dtypes()
-    for name, value in _each(pairs):
+    pairs = _in_schema_order(tensors, schema) if isinstance(tensors, Mapping) else _each(tensors)
+    plain = _Plain()
+    for name, value in pairs:
         if not isinstance(name, str):
             raise PublishError(f"{name!r} is no tensor's name.", tensors=(str(name),))
-        known = _stream_name(name, schema)
-        wanted = schema.get(known)
-        if wanted is not None and (content := _plain_bytes(value, wanted, plain)) is not None:
+        wanted = schema.get(name) or schema.get(_stream_name(name, schema))
+        if wanted is not None and (content := plain.bytes(value, wanted)) is not None:
             yield TensorInput(wanted, content)
             continue
         try:
-            yield _input(known, value, schema)
+            yield _input(_stream_name(name, schema), value, schema)
         except CorruptObject as error:  # a name or shape outside the format's limits
             raise PublishError(str(error), tensors=(name,)) from error
 
 
-def _order(name: str, schema: Schema) -> tuple[int, bytes]:
-    """Return what sorts names as the schema does; unknown ones come last."""
-    known = _stream_name(name, schema)
-    if known in schema:
-        return schema.position(known), b""
-    return len(schema), known.encode("utf-8", "replace")
+def _in_schema_order(tensors: Mapping[str, Any], schema: Schema) -> Iterable[tuple[str, Any]]:
+    """Return the pairs of a mapping in schema order, unknown names last.
 
+    Then a part holds one stretch of chunks, and a receiver can begin before the last part is there.
+    """
 
-def _plain_dtypes() -> dict[Any, str]:
-    """Return safetensors dtypes by torch's own; empty where torch is not loaded. float4 is left out: it has pairs."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    return {getattr(torch, name): known for name, known in _DTYPES.items() if known != "F4" and hasattr(torch, name)}
+    def place(name: str) -> tuple[int, bytes]:
+        known = _stream_name(name, schema)
+        return (schema.position(known), b"") if known in schema else (len(schema), known.encode("utf-8", "replace"))
 
-
-def _plain_bytes(value: Any, wanted: TensorSpec, dtypes: Mapping[Any, str]) -> HostBytes | None:
-    """Return the bytes of the commonest kind of tensor, as cheaply as can be; ``None`` for whatever is special."""
-    torch = sys.modules.get("torch")
-    # The exact types: any other is a subclass, which may have no memory, or not all of it (a DTensor).
-    if torch is None or (type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter):
-        return None
+    pairs = list(tensors.items())
     try:
-        if (
-            _on_host(value)
-            and value.layout is torch.strided
-            and not value.is_nested
-            and dtypes.get(value.dtype) == wanted.dtype
-            and value.shape == wanted.shape
-            and value.is_contiguous()
-            and not value.is_conj()
-            and not value.is_neg()
-            and (address := value.data_ptr())
-        ):
-            return HostBytes(value, address)
-    except RuntimeError:  # torch's word for what has no memory
-        pass
-    return None
+        positions = [schema.position(name) for name, _ in pairs]
+    except (KeyError, TypeError):  # wrapped, unknown, or no name at all
+        return sorted(pairs, key=lambda pair: place(str(pair[0])))
+    return [pairs[number] for number in np.argsort(positions).tolist()]
+
+
+class _Plain:
+    """Recognises the commonest kind of tensor, as cheaply as can be: torch's own, contiguous in the CPU's memory."""
+
+    def __init__(self) -> None:
+        torch = sys.modules.get("torch")
+        # The exact types: any other is a subclass, which may have no memory, or not all of it (a DTensor).
+        self._types = () if torch is None else (torch.Tensor, torch.nn.Parameter)
+        self._strided = None if torch is None else torch.strided
+        # Without float4, which counts pairs, and complex64, which may be conjugated.
+        self._dtypes = {
+            getattr(torch, name): known
+            for name, known in _DTYPES.items()
+            if known not in {"F4", "C64"} and hasattr(torch, name)
+        }
+
+    def bytes(self, value: Any, wanted: TensorSpec) -> HostBytes | None:
+        """Return the bytes of a tensor that is ``wanted``; ``None`` for whatever is special, or another one."""
+        if type(value) not in self._types:
+            return None
+        try:
+            if (
+                self._dtypes.get(value.dtype) == wanted.dtype
+                and value.shape == wanted.shape
+                and _on_host(value)
+                and value.layout is self._strided
+                and value.is_contiguous()
+                and not value.is_neg()
+                and (address := value.data_ptr())
+            ):
+                return HostBytes(value, address)
+        except RuntimeError:  # torch's word for what has no memory
+            pass
+        return None
 
 
 def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -273,8 +281,6 @@ def _flat(value: Any) -> Any:
     """View a contiguous tensor's memory as uint8, in one dimension."""
     import torch  # noqa: PLC0415 - the caller has it already: it made the tensor
 
-    if value.is_complex():
-        value = torch.view_as_real(value.detach())
     return value.detach().reshape(-1).view(torch.uint8)
 
 

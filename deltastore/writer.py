@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -107,6 +107,13 @@ class Publication:
         return self._future.done()
 
 
+class _Begun(NamedTuple):
+    """An attempt that the shadow is ahead for."""
+
+    attempt: Attempt
+    intake: Intake
+
+
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """A manifest with all that its commit needs, ready to be sent or in doubt."""
@@ -149,7 +156,7 @@ class Writer:
         self._workers = workers or default_workers()
         self._progress = progress
         self._spool = TemporarySpool(spool)
-        self._begun: Attempt | None = None
+        self._begun: _Begun | None = None
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
@@ -227,8 +234,8 @@ class Writer:
             hash_function=self.store.hash,
         )
         intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
-        # From here on the shadow is ahead: until the attempt is committed, or given up and taken back.
-        self._begun = attempt
+        # From here on the shadow is ahead, until the attempt is committed or given up: whatever interrupts this.
+        self._begun = _Begun(attempt, intake)
         try:
             attempt.begin(MODEL, self._schema)
             if isinstance(tensors, Checkpoint):
@@ -244,7 +251,6 @@ class Writer:
             sent = _Sent(manifest, data, attempt, digests)
             encoded = time.perf_counter()
         except BaseException:
-            intake.leave()
             self._give_up()
             raise
         return Publication(manifest.version, self._committer.submit(self._finish, sent, started, encoded))
@@ -314,23 +320,22 @@ class Writer:
         )
 
     def _send(self, how: Callable[..., object], sent: _Sent) -> None:
-        """Send or settle a manifest; afterwards it is committed, lost (and we are fenced), or in doubt."""
-        # In doubt until proven otherwise: whatever interrupts the sending, the next publish settles it first.
+        """Send or settle a manifest; afterwards it is committed, lost (and we are fenced), or unknown."""
+        # In doubt until the shadow has followed: whatever interrupts this, the next publish settles it first.
         self._doubt = sent
         try:
             how(self._backend, manifest_key(sent.manifest.version), sent.data, limit=MAX_MANIFEST_BYTES)
         except VersionConflict as error:
-            self._doubt = self._begun = None
             self._fenced = error
+            self._doubt = self._begun = None
             sent.attempt.abandon()
             raise
-        self._doubt = None
 
     def _advance(self, sent: _Sent) -> None:
         with self._sure_of_shadow():
             self._shadow.advance(lambda: sent.attempt.parts(self._schema), sent.digests, workers=self._workers)
-            self._begun = None
-        self._head = sent.manifest
+            self._head = sent.manifest
+            self._begun = self._doubt = None
         sent.attempt.drop()
         hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
         with suppress(StorageError):  # a hint only: readers find the version without it
@@ -338,10 +343,11 @@ class Writer:
 
     def _give_up(self) -> None:
         """Abandon the attempt that was begun, whose manifest was never sent, and make the shadow follow."""
-        attempt = self._begun
-        if attempt is None:
+        if self._begun is None:
             return
+        attempt, intake = self._begun
         with self._sure_of_shadow():
+            intake.leave()
             self._shadow.take_back(attempt.parts(self._schema), workers=self._workers)
             self._begun = None
         attempt.abandon()
@@ -352,10 +358,10 @@ class Writer:
         try:
             yield
         except BaseException as error:
-            self._begun = None
             self._fenced = (
                 error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
             )
+            self._begun = self._doubt = None
             raise
 
     def _settle(self) -> None:
