@@ -29,7 +29,7 @@ __all__ = ["Attempt"]
 _PART_BYTES = 16 << 20
 #: The first parts are closed earlier, so that a small version too is on its way while it is encoded; each later one
 #: may have a quarter of all bytes before it.
-_FIRST_PART_BYTES = 2 << 20
+_FIRST_PART_BYTES = 1 << 20
 _PART_GROWTH = 4
 #: A part is closed at this many rows too: tables of tiny tensors count.
 _PART_ROWS = 1 << 18

@@ -173,7 +173,7 @@ class Intake:
         digests = np.frombuffer(b"".join([row.new_digest for row in rows]), np.uint8)
         self._digests[numbers] = digests.reshape(len(rows), -1)
         self.changed_elements += sum([row.encoded.changed for row in rows])
-        self.invertible &= all([row.encoded.encoding != Encoding.FULL for row in rows])
+        self.invertible &= Encoding.FULL not in {row.encoded.encoding for row in rows}
 
     def _hash_alias(self, tensor: TensorInput) -> list[bytes]:
         return [

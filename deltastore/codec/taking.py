@@ -249,9 +249,7 @@ def _close_stream(out: Array, head: int, end: int) -> int:
     return head + 5
 
 
-def take_tiny(
-    old: Bytes, new: Bytes, old_starts: Array, new_starts: Array, sizes: Array, *, width: int
-) -> TinyChanges:
+def take_tiny(old: Bytes, new: Bytes, old_starts: Array, new_starts: Array, sizes: Array, *, width: int) -> TinyChanges:
     """Compare many tensors of one element width at once, encode those of which little changed, and follow them in old.
 
     ``old``, ``new``: uint8 that holds all tensors (``new``: private, nobody writes to it); ``old_starts``,
