@@ -1,6 +1,7 @@
 """Publishing: each new snapshot is compared with the shadow, encoded, uploaded, committed; then the shadow follows.
 
-A version that fails, is in doubt, or loses to another writer leaves the shadow at the last *committed* snapshot.
+A version that fails, is in doubt, or loses to another writer leaves the next one compared with the last *committed*
+snapshot: the shadow, ahead of the store while a version is on its way, is led back, or its writer is fenced.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class Writer:
     ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is
     made from ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one,
     the writer goes on after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream,
-    or ``None`` to take the store's anchor. Memory: one snapshot, and a budget of a few dozen chunks; encoded parts
-    wait on disk in ``spool`` (the system's temporary directory unless given).
+    or ``None`` to take the store's anchor. Memory: one snapshot, a few dozen chunks, and 64 MiB of encoded parts; further
+    parts wait on disk in ``spool`` (the system's temporary directory unless given).
 
     Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
     stream nor base. Not for several threads at once.
