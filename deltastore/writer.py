@@ -131,7 +131,7 @@ class Writer:
     ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is
     made from ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one,
     the writer goes on after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream,
-    or ``None`` to take the store's anchor. Memory: one snapshot, a few dozen chunks, and 64 MiB of encoded parts; further
+    or ``None`` to take the store's anchor. Memory: one snapshot, a few dozen chunks, 64 MiB of encoded parts; further
     parts wait on disk in ``spool`` (the system's temporary directory unless given).
 
     Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
