@@ -105,7 +105,7 @@ def create_stream(
             attempt.abandon()
             raise _taken(backend) from error
         # Whatever else ends the commit, an interruption too, leaves it in doubt: the parts may be needed, and stay.
-        attempt.drop_spool()
+        attempt.drop()
     return Store(backend, manifest)
 
 

@@ -177,7 +177,7 @@ class Schema:
     ``first_chunk`` has shape (tensors + 1,), int64: the number in schema order of each tensor's first chunk.
     """
 
-    __slots__ = ("_positions", "first_chunk", "tensors")
+    __slots__ = ("_heads", "_positions", "first_chunk", "tensors")
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
         self.tensors: tuple[TensorSpec, ...] = tuple(sorted(tensors, key=lambda spec: spec.name.encode()))
@@ -188,6 +188,7 @@ class Schema:
             raise CorruptObject("The schema names a tensor twice.")
         self.first_chunk = np.zeros(len(self.tensors) + 1, np.int64)
         np.cumsum([spec.chunks for spec in self.tensors], out=self.first_chunk[1:])
+        self._heads: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -259,6 +260,12 @@ class Schema:
             raise CorruptObject(f"The schema {key} has its tensors out of order.", key=key)
         return schema
 
+    def tensor_heads(self) -> list[bytes]:
+        """Return what each tensor's digest begins with: its name, dtype, shape and number of chunks. Kept once made."""
+        if not self._heads:
+            self._heads = [_tensor_head(spec) for spec in self.tensors]
+        return self._heads
+
     def differences(self, other: Schema) -> list[str]:
         """Say, a line a tensor, how ``other`` differs from this schema in names, dtypes and shapes."""
         lines = []
@@ -313,23 +320,26 @@ def tensor_digests(schema: Schema, chunk_digests: Digests, hash_function: Hasher
         )
     data = chunk_digests.tobytes()
     size = hash_function.size
-    digests = []
-    for position, spec in enumerate(schema.tensors):
-        first, end = int(schema.first_chunk[position]), int(schema.first_chunk[position + 1])
-        name, dtype = spec.name.encode(), spec.dtype.encode()
-        head = struct.pack(
-            f"<20sI{len(name)}sB{len(dtype)}sI{len(spec.shape)}QQ",
-            b"deltastore/tensor/1\0",
-            len(name),
-            name,
-            len(dtype),
-            dtype,
-            len(spec.shape),
-            *spec.shape,
-            end - first,
-        )
-        digests.append(hash_function.digest(head + data[first * size : end * size]))
-    return digests
+    ends = (schema.first_chunk * size).tolist()
+    return [
+        hash_function.digest(head + data[first:end])
+        for head, first, end in zip(schema.tensor_heads(), ends, ends[1:], strict=False)
+    ]
+
+
+def _tensor_head(spec: TensorSpec) -> bytes:
+    name, dtype = spec.name.encode(), spec.dtype.encode()
+    return struct.pack(
+        f"<20sI{len(name)}sB{len(dtype)}sI{len(spec.shape)}QQ",
+        b"deltastore/tensor/1\0",
+        len(name),
+        name,
+        len(dtype),
+        dtype,
+        len(spec.shape),
+        *spec.shape,
+        spec.chunks,
+    )
 
 
 def snapshot_id(schema: Schema, chunk_digests: Digests, hash_function: Hasher) -> str:

@@ -1,6 +1,7 @@
 """Publishing: each new snapshot is compared with the shadow, encoded, uploaded, committed; then the shadow follows.
 
-A version that fails, is in doubt, or loses to another writer leaves the shadow at the last *committed* snapshot.
+A version that fails, is in doubt, or loses to another writer leaves the next one compared with the last *committed*
+snapshot: the shadow, ahead of the store while a version is on its way, is led back, or its writer is fenced.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
 from .codec import LEVELS
 from .codec.chunk import warm_up
+from .codec.taking import warm_up_taking
 from .commit import commit, settle
 from .digest import DEFAULT_HASH
 from .errors import (
@@ -61,7 +63,7 @@ from .storage import close_backend, open_backend
 from .tensors import checkpoint_tensors, named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -106,6 +108,13 @@ class Publication:
         return self._future.done()
 
 
+class _Begun(NamedTuple):
+    """An attempt that the shadow is ahead for."""
+
+    attempt: Attempt
+    intake: Intake
+
+
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """A manifest with all that its commit needs, ready to be sent or in doubt."""
@@ -113,6 +122,7 @@ class _Sent:
     manifest: Manifest
     data: bytes
     attempt: Attempt
+    digests: Digests
 
 
 class Writer:
@@ -121,8 +131,8 @@ class Writer:
     ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is
     made from ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one,
     the writer goes on after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream,
-    or ``None`` to take the store's anchor. Memory: one snapshot, and a budget of a few dozen chunks; encoded parts
-    wait on disk in ``spool`` (the system's temporary directory unless given).
+    or ``None`` to take the store's anchor. Memory: one snapshot, a few dozen chunks, 64 MiB of encoded parts; further
+    parts wait on disk in ``spool`` (the system's temporary directory unless given).
 
     Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
     stream nor base. Not for several threads at once.
@@ -147,6 +157,7 @@ class Writer:
         self._workers = workers or default_workers()
         self._progress = progress
         self._spool = TemporarySpool(spool)
+        self._begun: _Begun | None = None
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
@@ -183,6 +194,7 @@ class Writer:
         self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
+        warm_up_taking(spec.width for spec in self._schema)
 
     # Publishing
 
@@ -222,9 +234,11 @@ class Writer:
             version=self._head.version + 1,
             hash_function=self.store.hash,
         )
+        intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
+        # From here on the shadow is ahead, until the attempt is committed or given up: whatever interrupts this.
+        self._begun = _Begun(attempt, intake)
         try:
             attempt.begin(MODEL, self._schema)
-            intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
             if isinstance(tensors, Checkpoint):
                 intake.take(checkpoint_tensors(tensors), reusable=True)
             else:
@@ -235,10 +249,10 @@ class Writer:
             manifest = self._manifest(attempt, digests, parts, intake, step=count, metadata=fields)
             data = encode_manifest(manifest, hash_function=self.store.hash)
             parse_manifest(data, version=manifest.version)  # what no reader would take must not be committed
-            sent = _Sent(manifest, data, attempt)
+            sent = _Sent(manifest, data, attempt, digests)
             encoded = time.perf_counter()
         except BaseException:
-            attempt.abandon()
+            self._give_up()
             raise
         return Publication(manifest.version, self._committer.submit(self._finish, sent, started, encoded))
 
@@ -283,7 +297,7 @@ class Writer:
         try:
             sent.attempt.wait_uploaded()
         except BaseException:
-            sent.attempt.abandon()
+            self._give_up()
             raise
         uploaded = time.perf_counter()
         self._send(commit, sent)
@@ -307,34 +321,49 @@ class Writer:
         )
 
     def _send(self, how: Callable[..., object], sent: _Sent) -> None:
-        """Send or settle a manifest; afterwards it is committed, lost (and we are fenced), or in doubt."""
-        # In doubt until proven otherwise: whatever interrupts the sending, the next publish settles it first.
+        """Send or settle a manifest; afterwards it is committed, lost (and we are fenced), or unknown."""
+        # In doubt until the shadow has followed: whatever interrupts this, the next publish settles it first.
         self._doubt = sent
         try:
             how(self._backend, manifest_key(sent.manifest.version), sent.data, limit=MAX_MANIFEST_BYTES)
         except VersionConflict as error:
-            self._doubt = None
             self._fenced = error
+            self._doubt = self._begun = None
             sent.attempt.abandon()
             raise
-        self._doubt = None
 
     def _advance(self, sent: _Sent) -> None:
-        try:
-            parts = sent.attempt.spooled_parts(self._schema)
-            self._shadow.advance(parts, sent.manifest.snapshot_id, workers=self._workers)
-        except BaseException as error:
-            # Committed, but our copy of it is not certain: only a fresh writer may go on.
-            self._fenced = (
-                error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
-            )
-            raise
-        self._head = sent.manifest
-        del parts
-        sent.attempt.drop_spool()
+        with self._sure_of_shadow():
+            self._shadow.advance(lambda: sent.attempt.parts(self._schema), sent.digests, workers=self._workers)
+            self._head = sent.manifest
+            self._begun = self._doubt = None
+        sent.attempt.drop()
         hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
         with suppress(StorageError):  # a hint only: readers find the version without it
             self._backend.write(LATEST_KEY, hint)
+
+    def _give_up(self) -> None:
+        """Abandon the attempt that was begun, whose manifest was never sent, and make the shadow follow."""
+        if self._begun is None:
+            return
+        attempt, intake = self._begun
+        with self._sure_of_shadow():
+            intake.leave()
+            self._shadow.take_back(attempt.parts(self._schema), workers=self._workers)
+            self._begun = None
+        attempt.abandon()
+
+    @contextmanager
+    def _sure_of_shadow(self) -> Iterator[None]:
+        """Fence this writer unless the block ends well: only a fresh one knows the last committed version then."""
+        try:
+            yield
+        except BaseException as error:
+            self._fenced = (
+                error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
+            )
+            self._begun = self._doubt = None
+            raise
 
     def _settle(self) -> None:
         """Wait for the version in flight and settle one in doubt; raise if this writer may not publish."""
@@ -347,6 +376,8 @@ class Writer:
             doubt = self._doubt
             self._send(settle, doubt)
             self._advance(doubt)
+        elif self._fenced is None:
+            self._give_up()  # one that an interruption kept from being committed
         if self._fenced is not None:
             raise WriterFenced(
                 f"This writer is fenced: {self._fenced}", key=self._fenced.key, hint="Open a new writer."

@@ -177,6 +177,7 @@ def _warm_up() -> None:
     import numpy as np  # noqa: PLC0415
 
     from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder  # noqa: PLC0415
+    from deltastore.codec.taking import warm_up_taking  # noqa: PLC0415
     from deltastore.digest import hasher  # noqa: PLC0415
 
     for name in ("init", "publish", "log", "show", "plan", "restore", "check"):
@@ -187,6 +188,7 @@ def _warm_up() -> None:
         import_module(name)
     for name in ("uvicorn", "starlette.applications", "starlette.routing", "httpx", "receiver.engines.torch_server"):
         import_module(name)
+    warm_up_taking((1, 2, 4, 8))
     encoder, decoder, random = ChunkEncoder(), ChunkDecoder(), np.random.default_rng(0)
     for width in (1, 2, 4, 8):
         old = random.integers(0, 256, 4096, np.uint8)

@@ -92,14 +92,18 @@ class ChunkEncoder:
     def _find(self, old: Array, new: Array, *, hasty: bool) -> int:
         contextual = self._contextual and new.itemsize == 2
         limit = new.size // (_CONTEXTUAL_SHARE if contextual else _SPARSE_SHARE)
-        room = min(limit + kernels.BLOCK, new.size) + 4
+        positions, differences = self._take_lists(limit, new)
+        found: int = kernels.find_changes(old, new, self.kept.view(new.dtype), limit, positions, differences, hasty)
+        return found
+
+    def _take_lists(self, limit: int, like: Array) -> tuple[Positions, Array]:
+        """Return scratch for the positions and differences of up to ``limit`` changed elements and a block."""
+        room = min(limit + kernels.BLOCK, like.size) + 4
         if self._positions.size < room:
             self._positions = np.empty(room, np.int32)
-        if self._differences.size < room * new.itemsize:
-            self._differences = np.empty(room * new.itemsize, np.uint8)
-        kept, differences = self.kept.view(new.dtype), self._differences[: room * new.itemsize].view(new.dtype)
-        found: int = kernels.find_changes(old, new, kept, limit, self._positions, differences, hasty)
-        return found
+        if self._differences.size < room * like.itemsize:
+            self._differences = np.empty(room * like.itemsize, np.uint8)
+        return self._positions, self._differences[: room * like.itemsize].view(like.dtype)
 
     def _suit_contexts(self, changed: int, elements: int, width: int) -> bool:
         enough = self._contextual and width == 2 and changed >= _CONTEXTUAL_FROM

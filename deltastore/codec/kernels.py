@@ -36,6 +36,7 @@ __all__ = [
     "join_planes",
     "join_zeros",
     "list_changes",
+    "list_lanes",
     "list_nonzero",
     "sample_bits",
     "split_differences",
@@ -67,7 +68,7 @@ def count_many(old: Array, new: Array) -> tuple[int, int]:
 
 
 @numba.njit(nogil=True, inline="always")
-def _list_lanes(mask: Any, start: int, positions: Array, found: int) -> int:
+def list_lanes(mask: Any, start: int, positions: Array, found: int) -> int:
     """List the elements from ``start`` whose bits are set; returns the list's new length, 4 past which it may write."""
     end: int = found + count_bits(mask)
     for place in range(_UNASKED):
@@ -107,7 +108,7 @@ def find_changes(
         first = found
         for start in range(block, stop, LANES):
             keep_lanes(new, kept, start)
-            found = _list_lanes(changed_lanes(old, kept, start), start, positions, found)
+            found = list_lanes(changed_lanes(old, kept, start), start, positions, found)
         for j in range(first, found):
             differences[j] = old.dtype.type(kept[positions[j]] - old[positions[j]])
         if found > limit or (hasty and stop <= begin + 4 * BLOCK and 2 * found > stop - begin):
@@ -132,7 +133,7 @@ def list_changes(old: Array, new: Array, positions: Array) -> int:
     found = 0
     whole = old.size - old.size % LANES
     for start in range(0, whole, LANES):
-        found = _list_lanes(changed_lanes(old, new, start), start, positions, found)
+        found = list_lanes(changed_lanes(old, new, start), start, positions, found)
     for i in range(whole, old.size):
         if old[i] != new[i]:
             positions[found] = i

@@ -24,6 +24,7 @@ SECTIONS = {
             *("case", "threads", "bytes", "changed", "yardstick_seconds", "seconds", "gbps", "ratio", "stored_ratio"),
             *("encode", "upload", "commit", "advance"),
         },
+        "overlap": {"case", "link_mbps", "parts", "upload_seconds", "encode_seconds", "seconds", "ratio"},
     },
     "patch": {
         "limits": {"limit", "gbps"},
