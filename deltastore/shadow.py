@@ -9,8 +9,8 @@ import numpy as np
 
 from .codec.chunk import ChunkEncoder
 from .part import ChunkRow
-from .patch import Patch
-from .replay import replay
+from .patch import Patch, read_each, write_each
+from .replay import Fetch, replay
 from .snapshot import CHUNK_BYTES
 from .tensors import DeviceBytes
 
@@ -54,8 +54,10 @@ class Shadow:
     def load(self, store: Store, plan: Plan, source: Source | None, spool: Spool, *, workers: int) -> None:
         """Fetch a plan's parts and fill the shadow with the version that it ends at."""
         before = source.digests if source else None
-        read = source.checkpoint.chunk if source else self._chunk
-        self.digests = replay(store, plan, spool, before=before, read=read, write=self._store, workers=workers).digests
+        read = source.checkpoint.read if source else read_each(self._chunk)
+        with Fetch(store, plan, spool) as fetch:
+            write = write_each(self._store)
+            self.digests = replay(fetch, before=before, read=read, write=write, workers=workers).digests
 
     def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
         start, end = spec.chunk_range(chunk)
@@ -114,5 +116,5 @@ class Shadow:
         patch = Patch(self.schema, self.hash, before=self.digests)
         patch.add_delta(parts)
         patch.seal(snapshot_id)
-        patch.run(self._chunk, self._store, everything=False, workers=workers)
+        patch.run(read_each(self._chunk), write_each(self._store), everything=False, workers=workers)
         self.digests = patch.after
