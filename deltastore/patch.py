@@ -112,10 +112,11 @@ class _Work:
 
     def of(self, span: ChunkSpan) -> Iterator[tuple[int, Part, bool, int, int, memoryview]]:
         """Yield (place in the span, part, inverse, encoding, changed, payload) for each step that touches a chunk."""
-        first, end = np.searchsorted(self.numbers, (span.numbers[0], span.numbers[-1] + 1)).tolist()
+        first = int(self.numbers.searchsorted(span.numbers[0]))
+        end = int(self.numbers.searchsorted(span.numbers[-1], side="right"))
         if first == end:
             return
-        chunks = np.searchsorted(span.numbers, self.numbers[first:end]).tolist()
+        chunks = span.numbers.searchsorted(self.numbers[first:end]).tolist()
         columns = (column[first:end].tolist() for column in self._columns)
         for chunk, place, encoding, changed, start, stop in zip(chunks, *columns, strict=True):
             part, inverse, _ = self._parts[place]

@@ -49,6 +49,10 @@ class Places:
 
     def stretches(self, span: ChunkSpan) -> Iterator[Stretch]:
         """Yield where the chunks of a span lie: as few stretches as neighbours in the span are neighbours in a file."""
+        if len(span.numbers) == 1:  # a large chunk: without the cost of arrays
+            file, offset = self.tensor(int(span.tensors[0]))
+            yield Stretch(file, offset + int(span.chunks[0]) * CHUNK_BYTES, 0, span.nbytes)
+            return
         files = self._files[span.tensors]
         offsets = self._offsets[span.tensors] + span.chunks * CHUNK_BYTES
         ends = offsets + (span.stops - span.starts)
