@@ -159,7 +159,7 @@ def build(
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         for span in batch.spans:
             out = local.buffer[: span.nbytes]
-            batch.patch.build(span, batch.work, read, out, local.decoder)
+            batch.patch.build_span(span, batch.work, read, out, local.decoder)
             write(span, out)
         return batch.nbytes
 
@@ -291,7 +291,7 @@ class Patch:
         if spans:
             yield Batch(self, work, tuple(spans))
 
-    def build(self, span: ChunkSpan, work: _Work, read: Read, out: Bytes, decoder: ChunkDecoder) -> None:
+    def build_span(self, span: ChunkSpan, work: _Work, read: Read, out: Bytes, decoder: ChunkDecoder) -> None:
         """Build the new bytes of a span's chunks in ``out``; raises unless each has its digest."""
         if self._before is not None:
             read(span, out)

@@ -43,7 +43,7 @@ __all__ = ["FETCHERS", "Fetch", "Replayed", "counter", "replay"]
 FETCHERS = 4
 #: At most so many windows: each costs a little, and more would overlap no better.
 _WINDOWS = 64
-_LEAST_WINDOW_CHUNKS = 32
+_LEAST_WINDOW_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True)
