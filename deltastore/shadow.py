@@ -16,8 +16,8 @@ from .codec.chunk import ChunkDecoder
 from .codec.taking import TINY_BYTES, TakingEncoder, take_tiny
 from .errors import CorruptObject
 from .part import ChunkRow
-from .patch import run_in_order
-from .replay import replay
+from .patch import read_each, run_in_order, write_each
+from .replay import Fetch, replay
 from .snapshot import CHUNK_BYTES
 from .tensors import DeviceBytes
 
@@ -90,8 +90,10 @@ class Shadow:
     def load(self, store: Store, plan: Plan, source: Source | None, spool: Spool, *, workers: int) -> None:
         """Fetch a plan's parts and fill the shadow with the version that it ends at."""
         before = source.digests if source else None
-        read = source.checkpoint.chunk if source else self._chunk
-        self.digests = replay(store, plan, spool, before=before, read=read, write=self._store, workers=workers).digests
+        read = source.checkpoint.read if source else read_each(self._chunk)
+        with Fetch(store, plan, spool) as fetch:
+            write = write_each(self._store)
+            self.digests = replay(fetch, before=before, read=read, write=write, workers=workers).digests
 
     def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
         start, end = spec.chunk_range(chunk)

@@ -332,9 +332,10 @@ def test_the_hint_may_be_of_any_version(version, store, live):
 
 def test_a_damaged_live_slot_is_named_and_never_patched_further(store, live):
     checkpoint = open_checkpoint(live)
-    file, start, _ = checkpoint._places["b.weight"]
+    file, start = checkpoint.places.tensor(checkpoint.schema.position("b.weight"))
+    path = live / checkpoint.layout.files[file].name
     del checkpoint
-    with (live / file).open("r+b") as stream:
+    with path.open("r+b") as stream:
         stream.seek(start + 5)
         stream.write(bytes([stream.read(1)[0] ^ 2]))
     before = training.tree(live)

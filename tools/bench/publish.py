@@ -129,7 +129,7 @@ class _Uplink(SlowBackend):
     """A backend whose uploads share a link that carries ``rate`` bytes a second."""
 
     def __init__(self, inner: Backend) -> None:
-        super().__init__(inner, math.inf)
+        super().__init__(inner)
         self.rate = math.inf
 
     def write(self, key: str, data: Buffer) -> None:
