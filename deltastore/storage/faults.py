@@ -25,7 +25,7 @@ __all__ = ["Effect", "Fault", "FaultyBackend", "Operation", "flip_bit", "oversiz
 
 _T = TypeVar("_T")
 
-Operation = Literal["read", "write", "create", "list", "delete"]
+Operation = Literal["read", "read_range", "write", "create", "list", "delete"]
 
 
 class Effect(enum.Enum):
@@ -106,8 +106,12 @@ class FaultyBackend:
     def read(self, key: str, *, limit: int) -> bytes:
         """Read through the script."""
         fault = self._take("read", key)
-        data = self._play(fault, lambda: self.inner.read(key, limit=limit))
-        return fault.damage(data) if fault is not None and fault.damage is not None else data
+        return _damaged(fault, self._play(fault, lambda: self.inner.read(key, limit=limit)))
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Read a range through the script."""
+        fault = self._take("read_range", key)
+        return _damaged(fault, self._play(fault, lambda: self.inner.read_range(key, start, end)))
 
     def write(self, key: str, data: Buffer) -> None:
         """Write through the script."""
@@ -154,6 +158,10 @@ class FaultyBackend:
         if fault.effect is Effect.AFTER:
             raise fault.error()
         return result
+
+
+def _damaged(fault: Fault | None, data: bytes) -> bytes:
+    return data if fault is None or fault.damage is None else fault.damage(data)
 
 
 def truncate(data: bytes) -> bytes:

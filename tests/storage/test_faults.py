@@ -11,6 +11,8 @@ from deltastore.testing.storage_contract import StorageContract
 
 
 class TestFaultyBackendWithoutFaults(StorageContract):
+    race_rounds = 10
+
     @pytest.fixture
     def open_another(self, tmp_path):
         return lambda: FaultyBackend(LocalBackend(tmp_path))
