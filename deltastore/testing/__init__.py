@@ -7,5 +7,6 @@ server's binary.
 from __future__ import annotations
 
 from deltastore.storage.faults import Effect, Fault, FaultyBackend, flip_bit, oversize, truncate
+from deltastore.storage.lagging import LaggingBackend
 
-__all__ = ["Effect", "Fault", "FaultyBackend", "flip_bit", "oversize", "truncate"]
+__all__ = ["Effect", "Fault", "FaultyBackend", "LaggingBackend", "flip_bit", "oversize", "truncate"]
