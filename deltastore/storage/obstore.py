@@ -55,7 +55,8 @@ def open_obstore(url: str, *, storage_options: Mapping[str, object], timeout: fl
     client = options.pop("client_options", {})
     if not isinstance(client, dict):
         raise UsageError("the storage option client_options is not a mapping", hint="write client_options.NAME=VALUE")
-    config = {_NAMES.get(name, name): value for name, value in options.items()}
+    # The digest in the signature is not checked by every service; this one is, so that damage on the way is refused.
+    config = {"checksum_algorithm": "SHA256", **{_NAMES.get(name, name): value for name, value in options.items()}}
 
     try:
         store = S3Store(

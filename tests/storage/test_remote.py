@@ -154,6 +154,7 @@ def test_create_is_conditional(stub, backend):
     backend.create("a", b"x")
     headers = {name.lower(): value for name, value in stub.requests[0][2].items()}
     assert headers["if-none-match"] == "*"
+    assert [name for name in headers if name.startswith("x-amz-checksum-")], "damage on the way must be seen"
     with pytest.raises(UsageError):
         backend.create("a", bytes((16 << 20) + 1))
     assert len(stub.requests) == 1
