@@ -71,6 +71,7 @@ _PASSING_ERRNO: Final = frozenset({errno.EBUSY, errno.EIO, errno.EREMOTEIO, errn
 _OBSTORE: Final = "obstore.exceptions."
 _OBSTORE_STATUS: Final = re.compile(r"status code: (\d{3})\b")
 _OBSTORE_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+_OBSTORE_MESSAGE: Final = re.compile(r"<Message>([^<]+)</Message>")
 # An answer that broke off, a connection that was not made, and one that timed out all read so.
 _OBSTORE_NETWORK: Final = re.compile(r"HTTP error:|error decoding response|Error getting (?:list|put) response body")
 _OBSTORE_DETAILS: Final = "\n\nDebug source:"
@@ -110,7 +111,7 @@ def translate(error: Exception, verb: str, key: str | None, *, url: str, clean: 
         return ObjectNotFound(f"there is no object {name}", key=key)
     if verb == "create" and (kinds & _EXISTS or _status(error) == 412):
         return ObjectExists(f"{name} exists already", key=key)
-    message = f"could not {verb} {name}: {clean(_text(error))}"
+    message = f"could not {verb} {name}: {clean(_shown(error))}"
     if kinds & _DENIED or _status(error) in {401, 403} or _code(error) in _DENIED_CODES:
         hint = "renew the credentials, or check what they may do in this bucket"
         return AccessDenied(message, key=key, hint=hint)
@@ -155,6 +156,13 @@ def _is_obstore(error: BaseException) -> bool:
 def _text(error: BaseException) -> str:
     """Return the library's message without the dump of its internals."""
     return str(error).partition(_OBSTORE_DETAILS)[0] or type(error).__name__
+
+
+def _shown(error: BaseException) -> str:
+    """Return what a person is told: the server's own words, where there are any in the message."""
+    text = _text(error)
+    found = _OBSTORE_MESSAGE.search(text) if _is_obstore(error) else None
+    return found[1] if found else text
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
