@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from deltastore.storage.base import close_backend
+from deltastore.storage.keys import check_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +53,7 @@ class LaggingBackend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield what was there below ``prefix`` at the time of the last ``catch_up``."""
+        check_prefix(prefix)
         with self._lock:
             seen = self._seen
         yield from (info for info in seen if info.key.startswith(prefix))

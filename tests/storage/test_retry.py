@@ -81,11 +81,12 @@ def test_passes_lasting_errors_through(faulty, retrying, operation):
     assert len(faulty.calls) == 1
 
 
-def test_gives_up_at_the_deadline_with_the_last_error(faulty):
-    faulty.add(*[Fault(operation="read")] * 100)
+@pytest.mark.parametrize("operation", [name for name in CALLS if name != "create"])
+def test_gives_up_at_the_deadline_with_the_last_error(faulty, operation):
+    faulty.add(*[Fault(operation=operation)] * 100)
     retrying = RetryingBackend(faulty, deadline=0.05, first_pause=0.005, longest_pause=0.01)
     with pytest.raises(StorageError, match="connection was lost"):
-        retrying.read("a", limit=1)
+        CALLS[operation](retrying)
     assert 1 < len(faulty.calls) < 100
 
 

@@ -115,7 +115,7 @@ def soak(
     *,
     directory: Path,
     seed: int = 0,
-    model_mib: int = 64,
+    model_mib: int = 16,
     steps: int = 6,
     faults: Sequence[Rule] | None = None,
     progress: Callable[[SoakReport], object] = lambda _: None,
@@ -283,7 +283,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.chaos.soak", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=10.0, help="how much is to go through, both ways (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults and the weights")
-    parser.add_argument("--mib", type=int, default=64, help="MiB of weights in a stream (64)")
+    parser.add_argument("--mib", type=int, default=16, help="MiB of weights in a stream (16)")
     parser.add_argument("--directory", type=Path, help="where scratch files go")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
