@@ -8,6 +8,7 @@ that has gone silent hangs outside each of their timeouts. Errors become ours.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from dataclasses import dataclass, field
@@ -126,6 +127,7 @@ class FsspecBackend:
         self._process = os.getpid()
         self._connected = False
         self._denied = False
+        self._closing: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"FsspecBackend({self._url!r})"
@@ -257,10 +259,21 @@ class FsspecBackend:
 
     async def _ask(self, call: Any, *arguments: object, **options: Any) -> Any:
         if self._denied and hasattr(self._fs, "set_session"):
-            # Credentials are looked up when a client is made: those of a file or the environment may be new ones.
             self._denied = False
-            await self._fs.set_session(refresh=True)
+            await self._renew()
         return await call(*arguments, **options)
+
+    async def _renew(self) -> None:
+        """Make a new client, which looks for credentials again: those of a file may be new ones."""
+        old = await self._fs.set_session()
+        await self._fs.set_session(refresh=True)
+        # Other threads' requests may still be on their way over the old one, none of them longer than this.
+        asyncio.get_running_loop().call_later(LIST_TIMEOUT, self._close_client, old)
+
+    def _close_client(self, client: Any) -> None:
+        task = asyncio.get_running_loop().create_task(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _translated(self, error: Exception, verb: str, key: str | None) -> Exception:
         if isinstance(error, DeltastoreError):

@@ -208,6 +208,27 @@ def test_renewed_credentials_are_found(stub, tmp_path, monkeypatch):
     assert used == ["old", "old", "new"]
 
 
+def test_the_client_of_refused_credentials_is_closed(stub, monkeypatch):
+    monkeypatch.setattr("deltastore.storage.remote.LIST_TIMEOUT", 0.0)
+    closed = threading.Event()
+    with closing(stub.open()) as backend:
+        stub.will_refuse(403, "AccessDenied")
+        with pytest.raises(AccessDenied):
+            backend.read("a", limit=9)
+        old = backend._fs._s3
+        close = old.close
+
+        async def tell() -> None:
+            await close()
+            closed.set()
+
+        monkeypatch.setattr(old, "close", tell)
+        stub.will_answer(200, b"x")
+        assert backend.read("a", limit=9) == b"x"
+        assert closed.wait(10)
+        assert backend._fs._s3 is not old
+
+
 def test_expired_credentials_by_obstore(stub):
     stub.will_refuse(400, "ExpiredToken")
     with pytest.raises(AccessDenied, match="because"):
