@@ -216,6 +216,8 @@ def test_the_command(tmp_path, commands):
     assert record["ok"] is True
     assert record["url"] == str(tmp_path / "store")
     assert all(set(check) == {"name", "ok", "seconds", "detail"} for check in record["checks"])
+    base = training.save(tmp_path / "base", training.small_snapshot(0))
+    commands.run("deltastore", "init", tmp_path / "store", "--base", base, "--unsafe-skip-probe").ok()
     ended = commands.run("deltastore", "probe", "/proc/store", "--json")
     assert ended.code == 1
     assert ended.json["ok"] is False

@@ -60,11 +60,13 @@ _PATIENCE = {
 
 
 def rules(share: float = 0.02, *, stall: float = 5.0) -> list[Rule]:
-    """Return every kind of fault, each for a share of all requests; the slow link has one request in a hundred."""
-    return [
-        Rule(kind=kind, share=0.01 if kind is FaultKind.SLOW else share, seconds=stall, bytes_per_second=8e6)
-        for kind in FaultKind
-    ]
+    """Return every kind of fault, each for a share of all requests.
+
+    The slow link has two in a hundred of those that carry weights, and so about that share of the bytes.
+    """
+    slow = Rule(kind=FaultKind.SLOW, path="/model-0", share=0.02, bytes_per_second=8e6)
+    others = [kind for kind in FaultKind if kind is not FaultKind.SLOW]
+    return [slow, *(Rule(kind=kind, share=share, seconds=stall) for kind in others)]
 
 
 @dataclass(slots=True)
