@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -77,7 +77,3 @@ class Script:
                         self._left[number] -= 1
                     return rule, dice
         return None, dice
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Return the rules as they would be written."""
-        return [msgspec.to_builtins(rule) for rule in self._rules]
