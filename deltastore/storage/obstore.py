@@ -40,6 +40,7 @@ _CLIENT: Final[dict[str, Any]] = {
     "read_timeout": timedelta(seconds=20),
     "timeout": timedelta(hours=1),  # of a whole request: ours is shorter, and grows with the bytes
 }
+_PIECE: Final = 4 << 20
 _NO_RETRIES: Final = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
 
 
@@ -110,9 +111,10 @@ class ObstoreBackend:
             answer = await self._store.get_async(key)
             if answer.meta["size"] > limit:
                 raise too_large(key, limit)
-            return await answer.bytes_async()
+            # In pieces that are joined once: whole, the object would be copied twice into fresh memory.
+            return [piece async for piece in answer.stream(min_chunk_size=_PIECE)]
 
-        return bytes(self._call(get, "read", key, size=limit))
+        return b"".join(self._call(get, "read", key, size=limit))
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """Return a range of an object, in one request."""
