@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AccessDenied",
     "BaseMismatch",
     "CheckpointError",
     "CommitInDoubt",
@@ -76,6 +77,17 @@ class StorageError(DeltastoreError):
         super().__init__(message, key=key, hint=hint)
         if transient is not None:
             self.transient = transient
+
+
+class AccessDenied(StorageError):
+    """The store refuses who we are: credentials that are wrong, have expired, or may not do this.
+
+    Not transient: asking again at once does not help. What runs for long keeps what it has and asks again now and
+    then, so that it goes on by itself once the credentials are renewed.
+    """
+
+    kind = "access-denied"
+    transient = False
 
 
 class ObjectNotFound(StorageError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from .codec.chunk import ChunkEncoder
 from .commit import commit
 from .container import build_header
 from .digest import DEFAULT_HASH, Hasher, hasher
-from .errors import ObjectExists, ObjectNotFound, StorageError, StreamExists, VersionConflict
+from .errors import ObjectNotFound, StreamExists, VersionConflict
 from .manifest import (
     BASE_VERSION,
     FILES,
@@ -31,6 +30,7 @@ from .manifest import (
 )
 from .part import ChunkRow
 from .patch import default_workers, run_in_order
+from .probe import require_exclusive_creation
 from .reader import Store
 from .snapshot import CHUNK_BYTES, ChunkRun, Schema, TensorSpec, chunk_batches, snapshot_id
 from .spool import TemporarySpool
@@ -55,6 +55,7 @@ def create_stream(
     *,
     hash_name: str = DEFAULT_HASH,
     upload_base: bool = True,
+    unsafe_skip_probe: bool = False,
     workers: int | None = None,
     spool: Path | None = None,
     progress: Callable[[str, int, int], object] | None = None,
@@ -62,10 +63,13 @@ def create_stream(
     """Start a stream from a base checkpoint and return it open; version 0 is its only version.
 
     ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``spool`` is where
-    encoded parts wait on disk. Raises ``StreamExists`` when the place is taken; nothing is changed then.
+    encoded parts wait on disk. Raises ``StreamExists`` when the place is taken, and ``StorageError`` when it does not
+    create objects exclusively; nothing is changed then. ``unsafe_skip_probe=True`` does not try that: where it is not
+    kept, two writers may each commit the same version, and one of the two is lost without a word.
     """
     _refuse_taken(backend)
-    _refuse_untrustworthy(backend)
+    if not unsafe_skip_probe:
+        require_exclusive_creation(backend)
     hash_function = hasher(hash_name)
     stream_id = secrets.token_hex(16)
     with TemporarySpool(spool) as parts:
@@ -121,32 +125,6 @@ def _refuse_taken(backend: Backend) -> None:
     except ObjectNotFound:
         return
     raise _taken(backend)
-
-
-def _refuse_untrustworthy(backend: Backend) -> None:
-    """Refuse a place where an exclusive creation overwrites: two writers would each believe that they had won."""
-    key = f"probes/{secrets.token_hex(16)}"
-    try:
-        backend.create(key, b"first")
-        try:
-            backend.create(key, b"second")
-        except ObjectExists:
-            kept = True
-        except StorageError:
-            kept = backend.read(key, limit=16) == b"first"
-        else:
-            kept = False
-        backend.delete(key)
-    except BaseException:
-        with suppress(StorageError):  # what went wrong before is what has to be told
-            backend.delete(key)
-        raise
-    if not kept:
-        raise StorageError(
-            f"{backend.url} does not create objects exclusively.",
-            key=backend.url,
-            hint="Use a local directory or an S3 service with conditional writes.",
-        )
 
 
 class _Anchor:

@@ -16,6 +16,7 @@ _VERBS = {
     "plan": "Show the cheapest route to a version.",
     "restore": "Build a version as a checkpoint directory.",
     "check": "Check a store for damage.",
+    "probe": "Try whether a place keeps what a store needs.",
 }
 
 

@@ -15,9 +15,20 @@ __all__ = ["command"]
 @click.option("--base", required=True, help="The checkpoint directory that both sides start from.")
 @click.option("--hash", "hash_name", default="xxh3-128", type=click.Choice(["xxh3-128", "blake3"]), show_default=True)
 @click.option("--upload-base/--no-upload-base", default=True, help="Store the base as anchor 0.", show_default=True)
+@click.option(
+    "--unsafe-skip-probe",
+    is_flag=True,
+    help="Do not try whether the place creates objects exclusively. Where it does not, versions may be lost.",
+)
 @json_option
 def command(
-    store: str, storage_options: dict[str, str], base: str, hash_name: str, upload_base: bool, as_json: bool
+    store: str,
+    storage_options: dict[str, str],
+    base: str,
+    hash_name: str,
+    upload_base: bool,
+    unsafe_skip_probe: bool,
+    as_json: bool,
 ) -> None:
     """Make a stream from a base checkpoint; the base becomes version 0."""
     from deltastore.checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
@@ -30,6 +41,7 @@ def command(
             open_checkpoint(base),
             hash_name=hash_name,
             upload_base=upload_base,
+            unsafe_skip_probe=unsafe_skip_probe,
             progress=progress,
         )
     record = version_record(opened.base)

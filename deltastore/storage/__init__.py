@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "open_backend"]
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_REMOTE: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+_S3: Final = ("s3", "s3a")
+_S3_CLIENTS: Final = ("s3fs", "obstore")
+_REMOTE: Final = (*_S3, "gs", "gcs", "az", "abfs", "abfss", "memory")
 _KNOWN: Final = "use a path, or a URL that starts with " + ", ".join(f"{s}://" for s in ("file", *_REMOTE))
 
 
@@ -36,7 +38,8 @@ def open_backend(
     ``storage_options`` go to the file system of a remote protocol: ``endpoint_url``, ``key``, ``secret``,
     ``token``, ``anon``, ``region`` and whatever else it takes, as text or as values; a nested option is a
     mapping, a JSON object, or dotted (``client_kwargs.verify=false``). What is not given comes from the
-    protocol's usual environment (``AWS_*``, ``FSSPEC_*``). ``sleep`` waits between tries of a call that
+    protocol's usual environment (``AWS_*``, ``FSSPEC_*``). For S3, ``client`` names the library: ``s3fs``, or
+    ``obstore`` (the extra of that name). ``sleep`` waits between tries of a call that
     failed for the moment, and may raise to give up. Raises ``UsageError`` for a URL that cannot be used.
     """
     if not url:
@@ -52,10 +55,23 @@ def open_backend(
         name = f"{protocol}://" if protocol else "a chain of protocols"
         raise UsageError(f"{name} is not a kind of storage that is known here", hint=_KNOWN)
 
-    from deltastore.storage.remote import open_fsspec  # noqa: PLC0415 - fsspec only where it is used
-    from deltastore.storage.retry import RetryingBackend  # noqa: PLC0415
+    from deltastore.storage.retry import RetryingBackend  # noqa: PLC0415 - a local store does without
 
-    return RetryingBackend(open_fsspec(url, storage_options=storage_options or {}), sleep=sleep)
+    return RetryingBackend(_open_remote(url, protocol, dict(storage_options or {})), sleep=sleep)
+
+
+def _open_remote(url: str, protocol: str, options: dict[str, object]) -> Backend:
+    client = options.pop("client", None)
+    if client is not None and (protocol not in _S3 or client not in _S3_CLIENTS):
+        known = " or ".join(f"client={name}" for name in _S3_CLIENTS)
+        raise UsageError(f"{protocol}:// has no client {client!r}", hint=f"for s3:// write {known}, or leave it out")
+    if client == "obstore":
+        from deltastore.storage.obstore import open_obstore  # noqa: PLC0415 - only where it is asked for
+
+        return open_obstore(url, storage_options=options)
+    from deltastore.storage.remote import open_fsspec  # noqa: PLC0415 - fsspec only where it is used
+
+    return open_fsspec(url, storage_options=options)
 
 
 def _open_local(root: Path, storage_options: Mapping[str, object] | None) -> Backend:

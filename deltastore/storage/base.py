@@ -1,10 +1,10 @@
-"""What a store needs of a place to keep objects: five calls, and what each one promises.
+"""What a store needs of a place to keep objects: six calls, and what each one promises.
 
 Keys are relative, ``/``-separated, made of ``[A-Za-z0-9._-]``; no component starts with a dot (``keys`` has
 the rule; a key outside it raises ``UsageError``). Objects are whole: a reader sees nothing or all of one,
 and what one process stored the next call of any other sees. Everything raised is of ``deltastore.errors``;
 a call that raises plain ``StorageError`` may or may not have had its effect. Backends may be shared by
-threads, not carried over a fork.
+threads, which do not wait for each other, and are not carried over a fork.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ class Backend(Protocol):
 
         Raises ``ObjectNotFound`` when it is absent, ``CorruptObject`` when it is larger than ``limit`` bytes
         (nothing over the limit is held in memory), ``StorageError`` otherwise.
+        """
+        ...
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Return the bytes from ``start`` to before ``end`` of an object: all of them, without reading the others.
+
+        ``start`` is below ``end``, or it is a ``UsageError``. Raises ``ObjectNotFound`` when the object is absent,
+        ``CorruptObject`` when it ends before ``end``, ``StorageError`` otherwise.
         """
         ...
 
