@@ -146,16 +146,16 @@ def _body(answer: httpx.Response, key: str, limit: int, deadline: float) -> byte
     if len(length) > len(str(limit)) or int(length) > limit:
         return None  # the store is asked what is wrong here
     pieces = []
-    missing = int(length)
+    size = 0
     for piece in answer.iter_raw():
         pieces.append(piece)
-        missing -= len(piece)
-        if missing < 0:
-            break
+        size += len(piece)
+        if size > int(length):  # its length is only said where an answer comes in chunks
+            raise _Unfit("it answers more than it said")
         if time.monotonic() > deadline:
             raise _Unfit("it is too slow")
     data = b"".join(pieces)
-    if missing or answer.headers.get("etag") != f'"{seal(key, data).hex()}"':
+    if answer.headers.get("etag") != f'"{seal(key, data).hex()}"':
         raise _Unfit(f"what it answers for {key} is damaged")
     return data
 

@@ -365,6 +365,23 @@ BAD = {
 }
 
 
+def test_an_answer_in_chunks_is_held_to_its_length(caplog):
+    body = bytes(1000)
+    head, _, _ = answer(body=body, Content_Length="999", Transfer_Encoding="chunked").partition(body)
+    with against(head + b"3e8\r\n" + body + b"\r\n0\r\n\r\n") as (client, _):
+        assert client.read(part(1), limit=LIMIT, fetch=lambda: b"right") == b"right"
+    assert "more than it said" in caplog.text
+
+
+def test_threads_that_fail_together_warn_once(caplog):
+    with against(*[None] * 8, patience=0.3) as (client, _), ThreadPoolExecutor(8) as pool:
+        client._connected()
+        futures = [pool.submit(client.read, part(1), limit=0, fetch=lambda: b"right") for _ in range(8)]
+        assert [future.result(30) for future in futures] == [b"right"] * 8
+    assert len(caplog.records) == 1
+    assert client._failures == 1
+
+
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
 def test_rubbish_sends_the_client_to_the_store(bad, caplog):
     with against(bad, answer()) as (client, server), caplog.at_level(logging.WARNING, "deltastore"):
