@@ -207,6 +207,26 @@ def test_hits_do_not_wait_for_the_store(server, store, client):
         assert [future.result().status_code for future in waiting] == [200] * 19
 
 
+def test_many_who_wait_for_one_object_leave_room_for_another(server, store, monkeypatch):
+    read, go, asked = store.read, threading.Event(), threading.Event()
+
+    def held(key, *, limit):
+        if key == part(1):
+            asked.set()
+            assert go.wait(30)
+        return read(key, limit=limit)
+
+    monkeypatch.setattr(store, "read", held)
+    with ThreadPoolExecutor(30) as pool:
+        waiting = [pool.submit(get, server, part(1)) for _ in range(30)]
+        assert asked.wait(30)
+        training.until(lambda: server.misses._value.get() == 30)
+        assert get(server, part(2)).status_code == 200
+        go.set()
+        assert [future.result(30).status_code for future in waiting] == [200] * 30
+    assert store.reads.count(part(1)) == 1
+
+
 def test_a_slow_client_holds_nobody_up_and_is_cut_off(store, directory, monkeypatch):
     monkeypatch.setattr(receiver.cache_server, "_SLOWEST_BYTES_A_SECOND", 1 << 40)
     size = 30_000_000
