@@ -327,13 +327,15 @@ def open_store(
     url: str | Path,
     *,
     storage_options: Mapping[str, object] | None = None,
+    cache: str | Path | None = None,
+    cache_bytes: int | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Store:
     """Open the stream at a URL for reading; raises ``StoreNotFound`` when there is none.
 
-    ``sleep`` is as for ``open_backend``.
+    ``cache``, ``cache_bytes`` and ``sleep`` are as for ``open_backend``.
     """
-    backend = open_backend(str(url), storage_options=storage_options, sleep=sleep)
+    backend = open_backend(str(url), storage_options=storage_options, cache=cache, cache_bytes=cache_bytes, sleep=sleep)
     return store_at(backend)
 
 

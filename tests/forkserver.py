@@ -182,9 +182,16 @@ def _warm_up() -> None:
 
     for name in ("init", "publish", "log", "show", "plan", "restore", "check"):
         import_module(f"deltastore.cli.{name}")
-    for name in ("run", "once", "status", "verify"):
+    for name in ("run", "once", "status", "cache", "verify"):
         import_module(f"receiver.cli.{name}")
-    for name in ("deltastore.init", "deltastore.writer", "deltastore.fsck", "receiver.daemon", "receiver.status"):
+    for name in (
+        "deltastore.init",
+        "deltastore.writer",
+        "deltastore.fsck",
+        "receiver.daemon",
+        "receiver.status",
+        "receiver.cache_server",
+    ):
         import_module(name)
     for name in ("uvicorn", "starlette.applications", "starlette.routing", "httpx", "receiver.engines.torch_server"):
         import_module(name)

@@ -6,7 +6,7 @@ import click
 
 from deltastore.reader import open_store
 
-from .app import progress_bar, store_options
+from .app import cache_options, progress_bar, store_options
 
 __all__ = ["command"]
 
@@ -16,9 +16,18 @@ __all__ = ["command"]
 @click.argument("version")
 @click.argument("directory", metavar="DIR")
 @click.option("--base", help="A local checkpoint of the stream to start from (default: the store's anchor).")
-def command(store: str, storage_options: dict[str, str], version: str, directory: str, base: str | None) -> None:
+@cache_options
+def command(
+    store: str,
+    storage_options: dict[str, str],
+    version: str,
+    directory: str,
+    base: str | None,
+    cache: str | None,
+    cache_bytes: int | None,
+) -> None:
     """Build a version as a complete checkpoint directory."""
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes)
     wanted = opened.resolve(version).version
     with progress_bar() as progress:
         manifest = opened.restore(wanted, directory, base=base, progress=progress)

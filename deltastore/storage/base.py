@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend"]
+__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "forget_copy"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -84,3 +84,12 @@ def close_backend(backend: Backend) -> None:
     close = getattr(backend, "close", None)
     if close is not None:
         close()
+
+
+def forget_copy(backend: Backend, key: str) -> bool:
+    """Have a backend that reads through a cache drop its copy of an object, because it is not what it should be.
+
+    Tells whether reading once more may bring other bytes.
+    """
+    forget = getattr(backend, "forget", None)
+    return forget is not None and bool(forget(key))
