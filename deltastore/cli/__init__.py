@@ -9,13 +9,14 @@ from .app import LazyGroup, run
 __all__ = ["main"]
 
 _VERBS = {
-    "init": "Make a stream from a base checkpoint.",
+    "init": "Make a stream from a base checkpoint, or from a version of another stream.",
     "publish": "Publish a checkpoint directory as the next version.",
     "log": "List the versions.",
     "show": "Show one version.",
     "plan": "Show the cheapest route to a version.",
     "restore": "Build a version as a checkpoint directory.",
     "check": "Check a store for damage.",
+    "keygen": "Make a key that signs a stream.",
 }
 
 
