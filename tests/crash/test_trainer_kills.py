@@ -71,7 +71,7 @@ def test_a_trainer_killed_at_every_change_is_resumed_elsewhere(start, commands, 
         assert again.out.split() == [str(committed + 1), str(committed + 2)]
         assert_history(store, [*snapshots[: committed + 1], snapshots[4], snapshots[2]], tmp_path)
         counts.add(committed)
-        number += rounds(5, 1)
+        number += rounds(7, 1)
     assert counts >= {0, 1, 2}
     assert number > 20
 
@@ -144,6 +144,6 @@ def test_a_fork_killed_at_every_change_is_whole_or_absent(commands, run, tmp_pat
         if ended.code == 0:
             break
         assert ended.code == -signal.SIGKILL
-        number += rounds(9, 1)
+        number += rounds(13, 1)
     assert whole == {False, True}
     assert training.tree(tmp_path / "source") == before
