@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint import open_checkpoint
 from .init import create_stream, refuse_taken
+from .signing import Signer, load_public_key
 from .spool import TemporarySpool
 from .storage import open_backend
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .reader import Store
-    from .signing import Signer
 
 __all__ = ["fork_stream"]
 
@@ -27,8 +27,8 @@ def fork_stream(
     base: str | Path | None = None,
     hash_name: str | None = None,
     upload_base: bool = True,
-    signer: Signer | None = None,
-    other_signers: Iterable[str] = (),
+    sign_key: str | Path | None = None,
+    other_signers: Iterable[str | Path] = (),
     storage_options: Mapping[str, object] | None = None,
     workers: int | None = None,
     spool: str | Path | None = None,
@@ -39,8 +39,11 @@ def fork_stream(
     Its base has that version's weights, split over files as the source's base is, and that base's other files; its
     metadata say where it came from. ``base`` is a checkpoint of the source to start from, needed where the source does
     not store its own. The version is built on disk in ``spool`` (the system's temporary directory unless given) and
-    removed again. The hash is the source's unless given; everything else is as for ``create_stream``.
+    removed again. The hash is the source's unless given. ``sign_key`` is a file with the private key of a signed fork,
+    ``other_signers`` are further public keys that may sign. Raises ``StreamExists`` when the place is taken.
     """
+    signer = Signer.load(sign_key) if sign_key is not None else None
+    others = [load_public_key(key) for key in other_signers]
     backend = open_backend(str(url), storage_options=storage_options)
     refuse_taken(backend)  # before the source is fetched; looked at again when the stream is made
     manifest = source.manifest(version)
@@ -58,7 +61,7 @@ def fork_stream(
                 "forked_from_snapshot_id": manifest.snapshot_id,
             },
             signer=signer,
-            other_signers=other_signers,
+            other_signers=others,
             workers=workers,
             spool=room.directory,
             progress=progress,

@@ -56,6 +56,8 @@ class Shadow:
 
         A plan that neither starts from an anchor nor has a source starts from what the shadow holds.
         """
+        if source is None and not plan.steps:
+            return
         before = source.digests if source else self.digests
         read = source.checkpoint.chunk if source else self._chunk
         self.digests = replay(store, plan, spool, before=before, read=read, write=self._store, workers=workers).digests

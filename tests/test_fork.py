@@ -11,7 +11,7 @@ import deltastore.fork
 from deltastore import Writer, fork_stream, open_store
 from deltastore.errors import SignatureMismatch, StorageError, StreamExists, VersionNotFound
 from deltastore.fsck import check
-from deltastore.signing import Signer, generate_key
+from deltastore.signing import generate_key
 from deltastore.storage import open_backend
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import Fault, FaultyBackend
@@ -125,7 +125,7 @@ def test_a_signed_stream_is_forked_into_a_signed_one_of_another_key(snapshots, t
     with Writer(tmp_path / "source", base=base, sign_key=tmp_path / "one", hash_name="blake3") as writer:
         writer.publish(snapshots[1]).result()
     source = open_store(tmp_path / "source", trusted_keys=keys[:1])
-    fork_stream(tmp_path / "fork", source, 1, signer=Signer.load(tmp_path / "two"))
+    fork_stream(tmp_path / "fork", source, 1, sign_key=tmp_path / "two")
     assert open_store(tmp_path / "fork", trusted_keys=keys[1:]).latest().version == 0
     with pytest.raises(SignatureMismatch):
         open_store(tmp_path / "fork", trusted_keys=keys[:1])

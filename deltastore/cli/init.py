@@ -77,8 +77,6 @@ def _made(
     from deltastore.signing import Signer, load_public_key  # noqa: PLC0415
     from deltastore.storage import open_backend  # noqa: PLC0415
 
-    signer = Signer.load(sign_key) if sign_key is not None else None
-    others = [load_public_key(key) for key in signers]
     with progress_bar() as progress:
         if source is not None:
             forked = open_store(source[0], storage_options=source_options, trusted_keys=trusted_keys)
@@ -89,8 +87,8 @@ def _made(
                 base=base,
                 hash_name=hash_name,
                 upload_base=upload_base,
-                signer=signer,
-                other_signers=others,
+                sign_key=sign_key,
+                other_signers=signers,
                 storage_options=storage_options,
                 progress=progress,
             )
@@ -105,7 +103,7 @@ def _made(
             open_checkpoint(base),
             hash_name=hash_name or DEFAULT_HASH,
             upload_base=upload_base,
-            signer=signer,
-            other_signers=others,
+            signer=Signer.load(sign_key) if sign_key is not None else None,
+            other_signers=[load_public_key(key) for key in signers],
             progress=progress,
         )
