@@ -20,6 +20,7 @@ __all__ = [
     "ObjectExists",
     "ObjectNotFound",
     "PublishError",
+    "SignatureMismatch",
     "SlotError",
     "StorageError",
     "StoreNotFound",
@@ -176,6 +177,13 @@ class StreamMismatch(DeltastoreError):
     """The store holds another stream than the one the local state belongs to."""
 
     kind = "stream-mismatch"
+    exit_code = 12
+
+
+class SignatureMismatch(DeltastoreError):
+    """A record without a valid signature by a key that is trusted: this is not the stream that the keys belong to."""
+
+    kind = "signature-mismatch"
     exit_code = 12
 
 

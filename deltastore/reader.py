@@ -32,11 +32,13 @@ from .manifest import (
     MAX_TABLE_BYTES,
     MODEL,
     manifest_key,
+    parse_base,
     parse_latest,
     parse_manifest,
 )
 from .plan import check_link, make_plan, versions_needed
 from .record import MAX_VERSION
+from .signing import load_public_keys
 from .snapshot import CHUNK_BYTES, Schema, snapshot_id, tensor_digests
 from .spool import read_object
 from .storage import open_backend
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from .digest import Hasher
     from .manifest import Manifest, StreamRecord
     from .plan import Plan
+    from .signing import Verifier
     from .snapshot import Digests
     from .storage import Backend
 
@@ -60,13 +63,17 @@ _REMEMBERED = 4096
 
 
 class Store:
-    """A stream in a store, for reading. Thread-safe; remembers recent manifests, which never change."""
+    """A stream in a store, for reading. Thread-safe; remembers recent manifests, which never change.
 
-    def __init__(self, backend: Backend, base: Manifest) -> None:
+    ``verifier`` is there in a signed stream: every manifest and tag needs a signature that it takes.
+    """
+
+    def __init__(self, backend: Backend, base: Manifest, verifier: Verifier | None = None) -> None:
         if base.stream is None:
             raise CorruptObject("The base manifest has no stream record.", key=manifest_key(BASE_VERSION))
         self.backend = backend
         self.base = base
+        self.verifier = verifier
         self.stream: StreamRecord = base.stream
         self.hash: Hasher = hasher(base.stream.hash)
         self._recent = {BASE_VERSION: base}
@@ -152,7 +159,7 @@ class Store:
             data = self.backend.read(manifest_key(version), limit=MAX_MANIFEST_BYTES)
         except ObjectNotFound:
             return None
-        manifest = parse_manifest(data, version=version)
+        manifest = parse_manifest(data, version=version, verifier=self.verifier)
         if manifest.stream_id != self.stream_id:
             raise StreamMismatch(
                 f"{manifest_key(version)} belongs to the stream {manifest.stream_id}, not to {self.stream_id}.",
@@ -329,17 +336,20 @@ def open_store(
     storage_options: Mapping[str, object] | None = None,
     cache: str | Path | None = None,
     cache_bytes: int | None = None,
+    trusted_keys: Iterable[str | Path] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Store:
     """Open the stream at a URL for reading; raises ``StoreNotFound`` when there is none.
 
-    ``cache``, ``cache_bytes`` and ``sleep`` are as for ``open_backend``.
+    ``trusted_keys`` are public keys, as 64 hexadecimal digits or in files: nothing that none of them signed is taken
+    (``SignatureMismatch``). ``cache``, ``cache_bytes`` and ``sleep`` are as for ``open_backend``.
     """
+    keys = None if trusted_keys is None else load_public_keys(trusted_keys)
     backend = open_backend(str(url), storage_options=storage_options, cache=cache, cache_bytes=cache_bytes, sleep=sleep)
-    return store_at(backend)
+    return store_at(backend, trusted_keys=keys)
 
 
-def store_at(backend: Backend) -> Store:
+def store_at(backend: Backend, *, trusted_keys: frozenset[str] | None = None) -> Store:
     """Open the stream in a backend; raises ``StoreNotFound`` when there is none."""
     try:
         data = backend.read(manifest_key(BASE_VERSION), limit=MAX_MANIFEST_BYTES)
@@ -347,4 +357,4 @@ def store_at(backend: Backend) -> Store:
         raise StoreNotFound(
             f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`."
         ) from error
-    return Store(backend, parse_manifest(data, version=BASE_VERSION))
+    return Store(backend, *parse_base(data, trusted_keys=trusted_keys))

@@ -88,12 +88,23 @@ class Shadow:
         self._device_lock = threading.Lock()
 
     def load(self, store: Store, plan: Plan, source: Source | None, spool: Spool, *, workers: int) -> None:
-        """Fetch a plan's parts and fill the shadow with the version that it ends at."""
-        before = source.digests if source else None
+        """Fetch a plan's parts and fill the shadow with the version that it ends at.
+
+        A plan that neither starts from an anchor nor has a source starts from what the shadow holds.
+        """
+        if source is None and not plan.steps:
+            return
+        before = source.digests if source else self.digests
         read = source.checkpoint.read if source else read_each(self._chunk)
         with Fetch(store, plan, spool) as fetch:
             write = write_each(self._store)
             self.digests = replay(fetch, before=before, read=read, write=write, workers=workers).digests
+
+    def take(self, spec: TensorSpec, content: TensorBytes, chunk: int) -> None:
+        """Take one chunk of a tensor as it is, and note its digest. May be called from several threads."""
+        data = self._chunk(spec, chunk)
+        data[:] = content(*spec.chunk_range(chunk))
+        self.digests[self.schema.chunk_number(spec.name, chunk)] = np.frombuffer(self.hash.digest(data), np.uint8)
 
     def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
         start, end = spec.chunk_range(chunk)

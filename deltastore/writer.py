@@ -56,7 +56,9 @@ from .manifest import (
 from .patch import default_workers
 from .reader import store_at
 from .restore import identify
+from .resume import take_weights
 from .shadow import Shadow
+from .signing import SIGNED, Signer, load_public_keys
 from .snapshot import snapshot_id
 from .spool import TemporarySpool
 from .storage import close_backend, open_backend
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from .manifest import Scalar
+    from .reader import Store
     from .snapshot import Digests
 
 __all__ = ["Publication", "Published", "Writer"]
@@ -134,8 +137,17 @@ class Writer:
     or ``None`` to take the store's anchor. Memory: one snapshot, a few dozen chunks, 64 MiB of encoded parts; further
     parts wait on disk in ``spool`` (the system's temporary directory unless given).
 
-    Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
-    stream nor base. Not for several threads at once.
+    ``resume`` says that there must be a stream: none is ever made. With it, ``weights`` may stand for ``base``: what
+    the trainer has loaded, a state dict or pairs as for ``publish``, proven by its hash to be a version of the stream.
+    ``takeover`` is for when the writer before may still be alive: before anything is loaded an empty version is
+    committed with the next epoch, so that its next publish loses. If it is faster, this raises ``VersionConflict``,
+    and may be tried again.
+
+    ``sign_key`` is a file with a private key: a stream that is made is signed, and one that is signed needs it. Such a
+    writer goes on only after what it signed itself, or one of ``trusted_keys`` (as for ``open_store``).
+
+    Raises ``BaseMismatch`` when ``base`` or ``weights`` are no version of the stream, ``StoreNotFound`` when there is
+    neither stream nor base. Not for several threads at once.
     """
 
     def __init__(
@@ -143,9 +155,14 @@ class Writer:
         url: str | Path,
         *,
         base: str | Path | None = None,
+        resume: bool = False,
+        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        takeover: bool = False,
         level: str = "fast",
         hash_name: str = DEFAULT_HASH,
         upload_base: bool = True,
+        sign_key: str | Path | None = None,
+        trusted_keys: Iterable[str | Path] | None = None,
         storage_options: Mapping[str, object] | None = None,
         workers: int | None = None,
         spool: str | Path | None = None,
@@ -153,6 +170,14 @@ class Writer:
     ) -> None:
         if level not in LEVELS:
             raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
+        if (takeover or weights is not None) and not resume:
+            raise UsageError("Only a stream that is there can be gone on with.", hint="Give resume=True too.")
+        if weights is not None and base is not None:
+            raise UsageError("Both weights and a base are given.", hint="Give one of them: either is enough.")
+        self._signer = Signer.load(sign_key) if sign_key is not None else None
+        trusted = load_public_keys(trusted_keys) if trusted_keys is not None else None
+        if trusted is None and self._signer is not None:
+            trusted = frozenset({self._signer.public_key})
         self._backend = open_backend(str(url), storage_options=storage_options)
         self._workers = workers or default_workers()
         self._progress = progress
@@ -163,38 +188,76 @@ class Writer:
         self._closed = False
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
         try:
-            self._open(base, level=level, hash_name=hash_name, upload_base=upload_base)
+            try:
+                self.store = store_at(self._backend, trusted_keys=trusted)
+            except StoreNotFound:
+                if base is None or resume:
+                    raise
+                self.store = self._create(base, hash_name=hash_name, upload_base=upload_base)
+            self._check_signer()
+            self._open(base, weights, level=level, takeover=takeover)
         except BaseException:
             self._release()
             raise
 
-    def _open(self, base: str | Path | None, *, level: str, hash_name: str, upload_base: bool) -> None:
-        try:
-            self.store = store_at(self._backend)
-        except StoreNotFound:
-            if base is None:
-                raise
-            self.store = create_stream(
-                self._backend,
-                open_checkpoint(base),
-                hash_name=hash_name,
-                upload_base=upload_base,
-                workers=self._workers,
-                spool=self._spool.directory,
-                progress=self._progress,
+    def _create(self, base: str | Path, *, hash_name: str, upload_base: bool) -> Store:
+        return create_stream(
+            self._backend,
+            open_checkpoint(base),
+            hash_name=hash_name,
+            upload_base=upload_base,
+            signer=self._signer,
+            workers=self._workers,
+            spool=self._spool.directory,
+            progress=self._progress,
+        )
+
+    def _check_signer(self) -> None:
+        signers = self.store.stream.signers
+        if signers and (self._signer is None or self._signer.public_key not in signers):
+            whose = "no key is given" if self._signer is None else f"{self._signer.public_key} is none of its signers"
+            raise UsageError(
+                f"The stream is signed, and {whose}.", key=self._backend.url, hint="Give the key of one of its signers."
             )
+
+    def _open(
+        self,
+        base: str | Path | None,
+        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None,
+        *,
+        level: str,
+        takeover: bool,
+    ) -> None:
         self._schema = self.store.schema()
         self._shadow = Shadow(self._schema, self.store.hash, level=level)
-        self._head = self.store.latest()
-        self._epoch = self._head.writer_epoch + 1
-        source = None
+        source, start = None, None
         if base is not None:
             source = identify(self.store, base, workers=self._workers, progress=self._progress)
-        plan = self.store.plan(source.version if source else None, self._head.version)
+            start = source.version
+        elif weights is not None:
+            start = take_weights(self.store, self._shadow, weights, workers=self._workers).version
+        self._head = self.store.latest()
+        self._epoch = self._head.writer_epoch + 1
+        if takeover:
+            self._take_over()
+        plan = self.store.plan(start, self._head.version)
         self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
         warm_up_taking(spec.width for spec in self._schema)
+
+    def _take_over(self) -> None:
+        """Commit a version that changes nothing: the writer before loses from now on, however long loading takes."""
+        attempt = self._attempt()
+        unchanged = msgspec.structs.replace(
+            self._head.model, changed_elements=0, parts=(), invertible=True, digests=None
+        )
+        sent = self._sent(attempt, unchanged, self._shadow.digests, step=None, metadata={})
+        attempt.wait_uploaded()
+        self._send(commit, sent)
+        self._head = sent.manifest
+        self._doubt = None
+        self._hint()
 
     # Publishing
 
@@ -227,13 +290,7 @@ class Writer:
         started = time.perf_counter()
         fields = _checked_metadata(metadata or {})
         count = _checked_step(step)
-        attempt = Attempt(
-            self._backend,
-            self._spool,
-            stream_id=self.store.stream_id,
-            version=self._head.version + 1,
-            hash_function=self.store.hash,
-        )
+        attempt = self._attempt()
         intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
         # From here on the shadow is ahead, until the attempt is committed or given up: whatever interrupts this.
         self._begun = _Begun(attempt, intake)
@@ -245,28 +302,40 @@ class Writer:
                 reusable = isinstance(tensors, Mapping)
                 intake.take(named_tensors(tensors, self._schema), reusable=reusable)
             digests = intake.finish()
-            parts = attempt.end()
-            manifest = self._manifest(attempt, digests, parts, intake, step=count, metadata=fields)
-            data = encode_manifest(manifest, hash_function=self.store.hash)
-            parse_manifest(data, version=manifest.version)  # what no reader would take must not be committed
-            sent = _Sent(manifest, data, attempt, digests)
+            component = Component(
+                snapshot_id=snapshot_id(self._schema, digests, self.store.hash),
+                snapshot_bytes=self._schema.nbytes,
+                total_elements=self._schema.elements,
+                changed_elements=intake.changed_elements,
+                parts=attempt.end(),
+                invertible=intake.invertible,
+            )
+            sent = self._sent(attempt, component, digests, step=count, metadata=fields)
             encoded = time.perf_counter()
         except BaseException:
             self._give_up()
             raise
-        return Publication(manifest.version, self._committer.submit(self._finish, sent, started, encoded))
+        return Publication(sent.manifest.version, self._committer.submit(self._finish, sent, started, encoded))
 
-    def _manifest(
+    def _attempt(self) -> Attempt:
+        return Attempt(
+            self._backend,
+            self._spool,
+            stream_id=self.store.stream_id,
+            version=self._head.version + 1,
+            hash_function=self.store.hash,
+        )
+
+    def _sent(
         self,
         attempt: Attempt,
+        component: Component,
         digests: Digests,
-        parts: tuple[Any, ...],
-        intake: Intake,
         *,
         step: int | None,
         metadata: dict[str, Scalar],
-    ) -> Manifest:
-        return Manifest(
+    ) -> _Sent:
+        manifest = Manifest(
             format=FORMAT,
             stream_id=self.store.stream_id,
             version=attempt.version,
@@ -280,17 +349,13 @@ class Writer:
             parent_snapshot_id=self._head.snapshot_id,
             step=step,
             metadata=metadata,
-            components={
-                MODEL: Component(
-                    snapshot_id=snapshot_id(self._schema, digests, self.store.hash),
-                    snapshot_bytes=self._schema.nbytes,
-                    total_elements=self._schema.elements,
-                    changed_elements=intake.changed_elements,
-                    parts=parts,
-                    invertible=intake.invertible,
-                )
-            },
+            components={MODEL: component},
+            required_features=(SIGNED,) if self._signer is not None else (),
         )
+        data = encode_manifest(manifest, hash_function=self.store.hash, signer=self._signer)
+        # What no reader would take must not be committed.
+        parse_manifest(data, version=manifest.version, verifier=self.store.verifier)
+        return _Sent(manifest, data, attempt, digests)
 
     def _finish(self, sent: _Sent, started: float, encoded: float) -> Published:
         """Upload, commit, advance; runs behind ``publish``."""
@@ -338,7 +403,10 @@ class Writer:
             self._head = sent.manifest
             self._begun = self._doubt = None
         sent.attempt.drop()
-        hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
+        self._hint()
+
+    def _hint(self) -> None:
+        hint = encode_latest(LatestHint(self.store.stream_id, self._head.version))
         with suppress(StorageError):  # a hint only: readers find the version without it
             self._backend.write(LATEST_KEY, hint)
 

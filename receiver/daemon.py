@@ -63,6 +63,7 @@ class Options:
     storage_options: Mapping[str, object] = field(default_factory=dict)
     cache: str | Path | None = None
     cache_bytes: int | None = None
+    trusted_keys: tuple[str, ...] | None = None
     workers: int | None = None
 
 
@@ -160,6 +161,7 @@ class Receiver:
             storage_options=options.storage_options,
             cache=options.cache,
             cache_bytes=options.cache_bytes,
+            trusted_keys=options.trusted_keys,
             sleep=self._pause,
         )
 

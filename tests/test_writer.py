@@ -419,7 +419,7 @@ def test_a_writer_starts_from_any_version_and_goes_on_after_the_newest(url, base
     assert [manifest.writer_epoch for manifest in open_store(url).log()] == [1, 2, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("where", ["_manifest", "committer", "settle", "after the commit"])
+@pytest.mark.parametrize("where", ["_sent", "committer", "settle", "after the commit"])
 def test_an_interruption_anywhere_leaves_the_next_publish_right(url, base, faulty, holds, monkeypatch, where):
     first, second = training.step(base, 1), training.step(base, 4)
 
@@ -433,8 +433,8 @@ def test_an_interruption_anywhere_leaves_the_next_publish_right(url, base, fault
             with pytest.raises(CommitInDoubt):
                 writer.publish(first).result()
         with monkeypatch.context() as patch:
-            if where == "_manifest":
-                patch.setattr(writer, "_manifest", interrupt)
+            if where == "_sent":
+                patch.setattr(writer, "_sent", interrupt)
             elif where == "committer":
                 settled = writer._settle
                 patch.setattr(
@@ -447,7 +447,7 @@ def test_an_interruption_anywhere_leaves_the_next_publish_right(url, base, fault
             with pytest.raises(KeyboardInterrupt):
                 writer.publish(first)
         published = writer.publish(second).result()
-    assert published.version == (1 if where in {"_manifest", "committer"} else 2)
+    assert published.version == (1 if where in {"_sent", "committer"} else 2)
     holds(second)
     keys = {info.key for info in LocalBackend(url).list("parts/")}
     assert keys >= {part.key for manifest in open_store(url).log() for part in manifest.model.parts}

@@ -28,8 +28,10 @@ __all__ = [
     "json_option",
     "progress_bar",
     "run",
+    "sign_key_option",
     "storage_options",
     "store_options",
+    "trusted_keys_option",
 ]
 
 _INTERRUPTED = 130
@@ -134,6 +136,25 @@ storage_options = key_value_option(
 )
 cache_size_option = click.option(
     "--cache-size", "cache_bytes", metavar="SIZE", callback=_size, help="Bound of a cache directory (default: 50GiB)."
+)
+
+
+def _none_if_empty(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    return values or None
+
+
+trusted_keys_option = click.option(
+    "--trusted-key",
+    "trusted_keys",
+    multiple=True,
+    metavar="HEX|FILE",
+    callback=_none_if_empty,
+    help="Take nothing that this public key did not sign; may be repeated for several keys.",
+)
+sign_key_option = click.option(
+    "--sign-key", metavar="FILE", help="The private key that signs what is written (see `deltastore keygen`)."
 )
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
