@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Positions = np.ndarray[Any, np.dtype[np.int32]]
 
-__all__ = ["ALIGNMENT", "Run", "Shadow", "Tiny", "Version"]
+__all__ = ["ALIGNMENT", "Run", "Shadow", "Tiny", "Version", "shared_memory"]
 
 #: Consecutive chunks of one tensor to encode: its number in schema order, its bytes, first chunk, chunk after the last.
 Run = tuple[int, "TensorBytes", int, int]
 #: One chunk's new bytes: its tensor's number, its own, the bytes, and the elements that changed where that is known.
 Version = tuple[int, int, "Bytes", "Positions | None"]
 
-#: Every tensor starts at a multiple of this in the memory that tiny ones share.
-ALIGNMENT = 8
+#: Every tensor starts at a multiple of this: no vector load then crosses from one cache line into the next.
+ALIGNMENT = 64
 #: Rows that a thread applies at a time.
 _BATCH_ROWS = 8
 
@@ -62,6 +62,16 @@ class Tiny(NamedTuple):
     data: Bytes
 
 
+def shared_memory(sizes: Array) -> tuple[Bytes, Array]:
+    """Return uint8 memory for arrays of ``sizes`` bytes (int64), and where each of them starts.
+
+    One piece, because NumPy asks for large pages where an array is large: reading is bound by the memory.
+    """
+    room = -(-sizes // ALIGNMENT) * ALIGNMENT
+    ends = np.cumsum(room)
+    return np.empty(int(ends[-1]) if ends.size else 0, np.uint8), ends - room
+
+
 class Shadow:
     """One snapshot in memory: the bytes of each tensor, and the digests of all chunks."""
 
@@ -71,15 +81,14 @@ class Shadow:
         self.hash = hash_function
         self._level = level
         sizes = np.array([spec.nbytes for spec in schema], np.int64)
-        #: Whether each tensor is tiny: compared in batches, in memory that all of those share.
+        #: Whether each tensor is tiny: compared in batches.
         self.tiny = (sizes <= TINY_BYTES) & (sizes > 0)
-        ends = np.cumsum(np.where(self.tiny, -(-sizes // ALIGNMENT) * ALIGNMENT, 0))
-        self._shared = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
-        self._sizes, self._starts = sizes, np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+        self._sizes = sizes
+        self._memory, self._starts = shared_memory(sizes)
         self._widths = np.array([spec.width for spec in schema], np.int64)
         self._tensors = [
-            self._shared[start : start + size] if tiny else np.empty(size, np.uint8)
-            for start, size, tiny in zip(self._starts.tolist(), sizes.tolist(), self.tiny.tolist(), strict=True)
+            self._memory[start : start + size]
+            for start, size in zip(self._starts.tolist(), sizes.tolist(), strict=True)
         ]
         #: Chunks that hold bytes of a version which is not committed yet.
         self._ahead = np.zeros(schema.chunks, bool)
@@ -170,7 +179,7 @@ class Shadow:
         """Encode tiny tensors of one element width; those of which much changed one by one."""
         numbers, sizes = self.schema.first_chunk[tensors], self._sizes[tensors]
         if self._device is None:
-            changed, ends, payloads = take_tiny(self._shared, data, self._starts[tensors], starts, sizes, width=width)
+            changed, ends, payloads = take_tiny(self._memory, data, self._starts[tensors], starts, sizes, width=width)
             self._ahead[numbers] = changed > 0
         else:
             changed, ends, payloads = np.full(len(tensors), -1), starts, b""

@@ -11,6 +11,7 @@ import numpy as np
 
 from deltastore.codec import kernels
 from deltastore.codec.chunk import warm_up
+from deltastore.codec.taking import warm_up_taking
 
 from .contenders import Files, Ours, Yardstick
 from .crew import Crew
@@ -52,6 +53,7 @@ _COLUMNS = (
 def run(settings: Settings) -> Report:
     """Measure every case at one thread and at all cores."""
     warm_up([1, 2, 4])
+    warm_up_taking([1, 2, 4])
     found = limits(settings)
     rows = [_measure(pair, threads, settings) for pair in _cases(settings) for threads in settings.threads]
     table = Section("codec", "Encode, stored bytes, and apply; ratios are to the yardstick", _COLUMNS, rows)
