@@ -13,7 +13,7 @@ from .part import PartIdentity, build_part, parse_part
 from .snapshot import Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from .digest import Hasher
     from .part import ChunkRow, Part
@@ -30,15 +30,31 @@ _UPLOADERS = 4
 
 
 class Attempt:
-    """Collects one version's parts. Used from one thread; uploads run in others."""
+    """Collects one version's parts, or one route's. Used from one thread; uploads run in others.
 
-    def __init__(self, backend: Backend, spool: Spool, *, stream_id: str, version: int, hash_function: Hasher) -> None:
+    ``key_of`` names the attempt's objects: (version, attempt id, name) to key. ``keep_spooled=False`` frees a part's
+    disk as soon as it is uploaded.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        spool: Spool,
+        *,
+        stream_id: str,
+        version: int,
+        hash_function: Hasher,
+        key_of: Callable[[int, str, str], str] = part_key,
+        keep_spooled: bool = True,
+    ) -> None:
         self.attempt_id = secrets.token_hex(16)
         self.version = version
         self._backend = backend
         self._spool = spool
         self._stream_id = stream_id
         self._hash = hash_function
+        self._key_of = key_of
+        self._keep_spooled = keep_spooled
         self._component = MODEL
         self._schema = Schema(())
         self._rows: list[ChunkRow] = []
@@ -88,12 +104,14 @@ class Attempt:
         self._rows, self._payload_bytes = [], 0
 
     def _key(self, name: str) -> str:
-        key = part_key(self.version, self.attempt_id, name)
+        key = self._key_of(self.version, self.attempt_id, name)
         self._objects.append(key)
         return key
 
     def _upload(self, reference: PartRef) -> None:
         self._backend.write(reference.key, self._spool.open(reference))
+        if not self._keep_spooled:
+            self._spool.remove(reference)
 
     def put_object(self, name: str, data: bytes) -> ObjectRef:
         """Store an object of the attempt that is no part (a schema, a digest table) and return its reference."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .checkpoint import Checkpoint
-    from .manifest import ObjectRef
+    from .manifest import AnchorPolicy, ObjectRef
     from .storage import Backend
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -55,14 +55,16 @@ def create_stream(
     *,
     hash_name: str = DEFAULT_HASH,
     upload_base: bool = True,
+    anchors: AnchorPolicy | None = None,
     workers: int | None = None,
     spool: Path | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Store:
     """Start a stream from a base checkpoint and return it open; version 0 is its only version.
 
-    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``spool`` is where
-    encoded parts wait on disk. Raises ``StreamExists`` when the place is taken; nothing is changed then.
+    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``anchors`` says
+    which later versions get anchors of their own. ``spool`` is where encoded parts wait on disk. Raises
+    ``StreamExists`` when the place is taken; nothing is changed then.
     """
     _refuse_taken(backend)
     _refuse_untrustworthy(backend)
@@ -93,7 +95,7 @@ def create_stream(
                 writer_epoch=1,
                 created_at=now(),
                 components=anchor.components,
-                stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas),
+                stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas, anchors),
             )
             data = encode_manifest(manifest, hash_function=hash_function)
         except BaseException:

@@ -13,6 +13,7 @@ from .errors import CheckpointError, UsageError
 from .manifest import FILES
 from .materialize import DirectoryWriter, sync_directory, write_file
 from .patch import default_workers
+from .planner import Planner
 from .reader import check_schema
 from .replay import Replayed, counter, replay
 from .snapshot import snapshot_id
@@ -140,14 +141,20 @@ def restore(
         raise disk_error(error, directory) from error
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
-    plan = store.plan(source.version if source else None, version)
+    planner = Planner(store)
+    plan = planner.plan(source.version if source else None, version)
     name = os.fsencode(directory.name)[:200].decode("utf-8", "ignore")  # room for what is added
     draft = directory.parent / f".{name}.{secrets.token_hex(4)}.draft"
     spool_directory = draft.with_suffix(".spool")
     try:
-        _make_directory(draft)
         spool = Spool(spool_directory)
-        build_checkpoint(store, plan, source, draft, spool=spool, workers=threads, progress=progress)
+
+        def build(plan: Plan) -> None:
+            _remove(draft)
+            _make_directory(draft)
+            build_checkpoint(store, plan, source, draft, spool=spool, workers=threads, progress=progress)
+
+        planner.follow(plan, build)
         try:
             if mode is not None:
                 draft.chmod(mode)

@@ -45,7 +45,7 @@ class Shadow:
         self.schema = schema
         self.digests: Digests = np.zeros((schema.chunks, hash_function.size), np.uint8)
         self.hash = hash_function
-        self._level = level
+        self.level = level
         self._tensors = [np.empty(spec.nbytes, np.uint8) for spec in schema]
         self._local = threading.local()
         self._device: DeviceShadow | None = None
@@ -54,23 +54,24 @@ class Shadow:
     def load(self, store: Store, plan: Plan, source: Source | None, spool: Spool, *, workers: int) -> None:
         """Fetch a plan's parts and fill the shadow with the version that it ends at."""
         before = source.digests if source else None
-        read = source.checkpoint.chunk if source else self._chunk
+        read = source.checkpoint.chunk if source else self.chunk
         self.digests = replay(store, plan, spool, before=before, read=read, write=self._store, workers=workers).digests
 
-    def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
+    def chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
+        """Return one chunk's bytes, as they are until the next ``advance``."""
         start, end = spec.chunk_range(chunk)
         return self._tensors[self.schema.position(spec.name)][start:end]
 
     def _store(self, spec: TensorSpec, chunk: int, data: Bytes) -> None:
         if self._device is not None:
             self._device.follow(self.schema.position(spec.name), spec.chunk_range(chunk)[0], data)
-        self._chunk(spec, chunk)[:] = data
+        self.chunk(spec, chunk)[:] = data
 
     def encode(self, runs: Sequence[Run]) -> list[ChunkRow]:
         """Compare runs of new bytes with the shadow and encode what changed. Called from several threads."""
         local = self._local
         if not hasattr(local, "encoder"):
-            local.encoder = ChunkEncoder(self._level)
+            local.encoder = ChunkEncoder(self.level)
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         rows = []
         for position, chunk, given, where in self._versions(runs, local.buffer):
@@ -114,5 +115,5 @@ class Shadow:
         patch = Patch(self.schema, self.hash, before=self.digests)
         patch.add_delta(parts)
         patch.seal(snapshot_id)
-        patch.run(self._chunk, self._store, everything=False, workers=workers)
+        patch.run(self.chunk, self._store, everything=False, workers=workers)
         self.digests = patch.after

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from .anchoring import Anchoring
 from .attempt import Attempt
 from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
@@ -46,12 +47,14 @@ from .manifest import (
     Component,
     LatestHint,
     Manifest,
+    anchor_policy,
     encode_latest,
     encode_manifest,
     manifest_key,
     parse_manifest,
 )
 from .patch import default_workers
+from .planner import Planner
 from .reader import store_at
 from .restore import identify
 from .shadow import Shadow
@@ -68,7 +71,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from .manifest import Scalar
+    from .manifest import AnchorPolicy, Scalar
     from .snapshot import Digests
 
 __all__ = ["Publication", "Published", "Writer"]
@@ -119,10 +122,12 @@ class Writer:
     """Publishes the versions of one stream. One writer a stream at a time; one version in flight.
 
     ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is
-    made from ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one,
-    the writer goes on after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream,
-    or ``None`` to take the store's anchor. Memory: one snapshot, and a budget of a few dozen chunks; encoded parts
-    wait on disk in ``spool`` (the system's temporary directory unless given).
+    made from ``base``, a checkpoint directory (``hash_name``, ``upload_base``, and the anchor policy ``anchor_every``
+    and ``anchor_when`` hold for that). Where there is one, the writer goes on after its newest version, with the next
+    epoch; ``base`` then is any checkpoint of the stream, or ``None`` to take the store's anchor. ``anchors``: make the
+    anchors that the stream's policy asks for, from the shadow, behind the commits; the next version is encoded
+    meanwhile, but its commit waits for the anchor before the shadow advances. Memory: one snapshot, and a budget of a
+    few dozen chunks; encoded parts wait on disk in ``spool`` (the system's temporary directory unless given).
 
     Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
     stream nor base. Not for several threads at once.
@@ -136,6 +141,9 @@ class Writer:
         level: str = "fast",
         hash_name: str = DEFAULT_HASH,
         upload_base: bool = True,
+        anchors: bool = False,
+        anchor_every: int | None = None,
+        anchor_when: float | None = None,
         storage_options: Mapping[str, object] | None = None,
         workers: int | None = None,
         spool: str | Path | None = None,
@@ -150,14 +158,21 @@ class Writer:
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
+        self._anchoring: Anchoring | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
         try:
-            self._open(base, level=level, hash_name=hash_name, upload_base=upload_base)
+            policy = anchor_policy(anchor_every, anchor_when)
+            self._open(base, level=level, hash_name=hash_name, upload_base=upload_base, policy=policy)
+            self._anchoring = (
+                Anchoring(self.store, self._shadow, self._spool, workers=self._workers) if anchors else None
+            )
         except BaseException:
             self._release()
             raise
 
-    def _open(self, base: str | Path | None, *, level: str, hash_name: str, upload_base: bool) -> None:
+    def _open(
+        self, base: str | Path | None, *, level: str, hash_name: str, upload_base: bool, policy: AnchorPolicy | None
+    ) -> None:
         try:
             self.store = store_at(self._backend)
         except StoreNotFound:
@@ -168,6 +183,7 @@ class Writer:
                 open_checkpoint(base),
                 hash_name=hash_name,
                 upload_base=upload_base,
+                anchors=policy,
                 workers=self._workers,
                 spool=self._spool.directory,
                 progress=self._progress,
@@ -179,8 +195,9 @@ class Writer:
         source = None
         if base is not None:
             source = identify(self.store, base, workers=self._workers, progress=self._progress)
-        plan = self.store.plan(source.version if source else None, self._head.version)
-        self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
+        planner = Planner(self.store)
+        plan = planner.plan(source.version if source else None, self._head.version)
+        planner.follow(plan, lambda way: self._shadow.load(self.store, way, source, self._spool, workers=self._workers))
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
 
@@ -195,6 +212,11 @@ class Writer:
     def head(self) -> Manifest:
         """That version's manifest."""
         return self._head
+
+    @property
+    def anchor_error(self) -> BaseException | None:
+        """What the newest anchor that was begun failed with; an anchor's failure never fails a publish."""
+        return self._anchoring.error if self._anchoring is not None else None
 
     def publish(
         self,
@@ -321,6 +343,8 @@ class Writer:
 
     def _advance(self, sent: _Sent) -> None:
         try:
+            if self._anchoring is not None:
+                self._anchoring.wait()
             parts = sent.attempt.spooled_parts(self._schema)
             self._shadow.advance(parts, sent.manifest.snapshot_id, workers=self._workers)
         except BaseException as error:
@@ -335,6 +359,8 @@ class Writer:
         hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
         with suppress(StorageError):  # a hint only: readers find the version without it
             self._backend.write(LATEST_KEY, hint)
+        if self._anchoring is not None:
+            self._anchoring.follow(sent.manifest)
 
     def _settle(self) -> None:
         """Wait for the version in flight and settle one in doubt; raise if this writer may not publish."""
@@ -370,6 +396,8 @@ class Writer:
     def _release(self) -> None:
         self._closed = True
         self._committer.shutdown()
+        if self._anchoring is not None:
+            self._anchoring.close()
         self._spool.close()
         close_backend(self._backend)
 

@@ -20,7 +20,9 @@ __all__ = ["command"]
 def command(store: str, storage_options: dict[str, str], last: int | None, as_json: bool, as_lines: bool) -> None:
     """List the versions, oldest first."""
     opened = open_store(store, storage_options=storage_options)
-    records = [version_record(manifest) for manifest in opened.log(last=last)]
+    history = opened.log(last=last)
+    anchored = opened.anchored(range(history[0].version, history[-1].version + 1))
+    records = [version_record(manifest, anchored=manifest.version in anchored) for manifest in history]
     if as_lines:
         import msgspec  # noqa: PLC0415 - only where JSON is asked for
 
@@ -38,7 +40,7 @@ def command(store: str, storage_options: dict[str, str], last: int | None, as_js
                 f"{record['ratio']:.2%}",
                 record["created_at"][:19] + "Z",
                 record["snapshot_id"].split(":")[1][:16],
-                "base" + (", anchor" if record["anchored"] else "") if record["kind"] == "base" else "delta",
+                record["kind"] + (", anchor" if record["anchored"] else ""),
             )
             for record in records
         ]

@@ -28,7 +28,8 @@ def command(store: str, storage_options: dict[str, str], version: str, tensors: 
     """Show one version."""
     opened = open_store(store, storage_options=storage_options)
     manifest = opened.resolve(version)
-    record = version_record(manifest)
+    anchored = opened.anchored(range(manifest.version, manifest.version + 1))
+    record = version_record(manifest, anchored=bool(anchored))
     record["stream_id"] = manifest.stream_id
     record["attempt_id"] = manifest.attempt_id
     record["invertible"] = manifest.model.invertible
