@@ -147,7 +147,7 @@ def _make_all(
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
     # Short spans first: a long one that ends with them is then made over those before.
-    ordered = sorted(wanted, key=lambda route: (route.version, -1 if route.start is None else -route.start))
+    ordered = sorted(wanted, key=lambda route: (route.version, 1 if route.start is None else -route.start))
     groups = [ordered[first : first + _ROUTES_AT_ONCE] for first in range(0, len(ordered), _ROUTES_AT_ONCE)]
     built = counter(progress, "routes", len(groups) * store.schema().nbytes)
     made: list[Route] = []
@@ -232,10 +232,9 @@ class _Walk:
         cuts = list(windows(self._schema))
         inputs = _Inputs(self._store, self._spool)
         try:
-            for window, following in zip(cuts, [*cuts[1:], None], strict=True):
+            for window, following in zip(cuts, [*cuts[1:], range(0)], strict=False):
                 inputs.expect(steps, window)
-                if following is not None:
-                    inputs.expect(steps, following)
+                inputs.expect(steps, following)
                 self._walk(window, inputs)
                 inputs.forget(steps, window)
                 if progress is not None:

@@ -155,7 +155,7 @@ def anchor_policy(every: int | None, when: float | None) -> AnchorPolicy | None:
         ) from error
 
 
-class StreamRecord(msgspec.Struct, frozen=True):
+class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What holds for the whole stream; stands in the manifest of version 0.
 
     ``schemas`` names the schema object of each component.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import zstandard
 
-from .errors import CorruptObject
+from .errors import CorruptObject, StreamMismatch
 from .manifest import parse_manifest
 from .plan import check_link
 from .record import MAX_VERSION
@@ -72,9 +72,12 @@ def parse_segment(data: Buffer, *, first: int) -> list[Manifest]:
     stored = _split(_inflate(data, key))
     if len(stored) != SEGMENT_VERSIONS:
         raise CorruptObject(f"{key} holds {len(stored)} manifests.", key=key)
-    manifests = [parse_manifest(entry, version=first + number) for number, entry in enumerate(stored)]
-    for parent, child in pairwise(manifests):
-        check_link(parent, child)
+    try:
+        manifests = [parse_manifest(entry, version=first + number) for number, entry in enumerate(stored)]
+        for parent, child in pairwise(manifests):
+            check_link(parent, child)
+    except (CorruptObject, StreamMismatch) as error:
+        raise CorruptObject(f"{key} is damaged: {error}", key=key) from error
     return manifests
 
 

@@ -179,11 +179,18 @@ def _warm_up() -> None:
     from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder  # noqa: PLC0415
     from deltastore.digest import hasher  # noqa: PLC0415
 
-    for name in ("init", "publish", "log", "show", "plan", "restore", "check"):
+    for name in ("init", "publish", "log", "show", "plan", "restore", "check", "anchor", "compact"):
         import_module(f"deltastore.cli.{name}")
     for name in ("run", "once", "status", "verify"):
         import_module(f"receiver.cli.{name}")
-    for name in ("deltastore.init", "deltastore.writer", "deltastore.fsck", "receiver.daemon", "receiver.status"):
+    for name in (
+        "deltastore.init",
+        "deltastore.writer",
+        "deltastore.fsck",
+        "deltastore.compact",
+        "receiver.daemon",
+        "receiver.status",
+    ):
         import_module(name)
     for name in ("uvicorn", "starlette.applications", "starlette.routing", "httpx", "receiver.engines.torch_server"):
         import_module(name)
