@@ -16,7 +16,7 @@ from .part import PartIdentity
 from .route import Route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from .manifest import PartRef
     from .route import ListedRoute
@@ -116,10 +116,12 @@ class _Hops:
         *,
         highest: int,
         guess: int | None,
+        keeps: Callable[[int], bool],
     ) -> None:
         self._manifests = manifests
         self._highest = highest
         self._guess = guess
+        self._keeps = keeps
         self._routes: dict[int | None, list[Hop]] = {}
         for route in routes:
             kind: Kind = "anchor" if route.start is None else "skip"
@@ -127,7 +129,7 @@ class _Hops:
             if route.start is not None and (route.invertible if isinstance(route, Route) else True):
                 self._add(Hop("inverse", route.version, route.start, route.stored_bytes, route))
         base = manifests.get(BASE_VERSION)
-        if base is not None and base.anchored:
+        if base is not None and base.anchored and keeps(BASE_VERSION):
             self._add(Hop("anchor", None, BASE_VERSION, sum(part.size for part in base.model.parts), base))
 
     def _add(self, hop: Hop) -> None:
@@ -145,6 +147,8 @@ class _Hops:
 
     def _delta(self, version: int, kind: Kind) -> Hop | None:
         start, end = (version, version - 1) if kind == "inverse" else (version - 1, version)
+        if not self._keeps(version):
+            return None
         manifest = self._manifests.get(version)
         if manifest is None:
             return None if self._guess is None else Hop(kind, start, end, self._guess, None)
@@ -160,15 +164,17 @@ def cheapest(
     routes: Iterable[Route | ListedRoute] = (),
     *,
     guess: int | None = None,
+    keeps: Callable[[int], bool] = lambda version: True,  # noqa: ARG005 - all of them
 ) -> tuple[Hop, ...] | None:
     """Return the cheapest chain of hops from ``start`` (``None``: from nothing) to ``end``; ``None``: there is none.
 
     ``manifests`` has that of ``end``, and any others. ``guess``: the bytes that a delta whose manifest is not among
-    them is taken to store; ``None``: there are no others.
+    them is taken to store; ``None``: there are no others. ``keeps`` tells whether the parts of a version's own
+    manifest are still there to be fetched.
     """
     known = list(routes)
     highest = max([start or 0, end, *(route.version for route in known)])
-    hops = _Hops(manifests, known, highest=highest, guess=guess)
+    hops = _Hops(manifests, known, highest=highest, guess=guess, keeps=keeps)
     work = manifests[end].model.snapshot_bytes // _WORK_SHARE + 1
     came: dict[int | None, tuple[int, int, Hop | None]] = {start: (0, 0, None)}
     queue: list[tuple[int, int, int]] = [(0, 0, -1 if start is None else start)]

@@ -72,13 +72,13 @@ class Planner:
         known = {BASE_VERSION: store.base, end: last}
         if start is not None:
             known[start] = store.manifest(start)
-        near = start is not None and 0 <= end - start <= 1
+        near = start is not None and (start == end or (start == end - 1 and store.keeps_parts(end)))
         routes = {} if near else self.routes()
         known |= store.recent(max([start or 0, end, *(route.version for route in routes.values())]))
         while True:
             sizes = [sum(part.size for part in entry.model.parts) for entry in known.values() if entry.version]
             guess = sum(sizes) // len(sizes) if sizes else 0
-            hops = cheapest(start, end, known, routes.values(), guess=guess)
+            hops = cheapest(start, end, known, routes.values(), guess=guess, keeps=store.keeps_parts)
             if hops is None:
                 raise no_way(start, end)
             listed = [hop.record for hop in hops if isinstance(hop.record, ListedRoute)]

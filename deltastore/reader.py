@@ -313,8 +313,14 @@ class Store:
         """Return which of these versions have an anchor besides the base's."""
         return Planner(self).anchored(versions)
 
+    # What retention takes away, plans do without: these three say what, and nothing else knows of it.
+
     def is_usable(self, route: Route) -> bool:  # noqa: ARG002 - nothing drops routes yet
         """Tell whether a route of this history may be taken: every one, until retention drops it."""
+        return True
+
+    def keeps_parts(self, version: int) -> bool:  # noqa: ARG002 - nothing forgets versions yet
+        """Tell whether the parts of a version's own manifest are there, to lead to it and back from it."""
         return True
 
     def retention_number(self) -> int:

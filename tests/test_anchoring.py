@@ -54,7 +54,7 @@ def test_a_writer_anchors_the_versions_that_the_policy_names(tmp_path) -> None:
 def test_an_anchor_is_made_when_a_new_receiver_would_fetch_too_much(tmp_path) -> None:
     versions = snapshots(6)
     base = training.save(tmp_path / "base", versions[0])
-    with Writer(tmp_path / "store", base=base, anchors=True, anchor_when=3.0) as writer:
+    with Writer(tmp_path / "store", base=base, anchors=True, anchor_when=8.0) as writer:
         for snapshot in versions[1:]:
             writer.publish(snapshot).result()
     store = open_store(tmp_path / "store")
@@ -62,11 +62,11 @@ def test_an_anchor_is_made_when_a_new_receiver_would_fetch_too_much(tmp_path) ->
     cost, expected = store.base.model.parts[0].size, []
     for version in range(1, 6):
         cost += store.manifest(version).stored_bytes
-        if cost > 3 * store.base.model.snapshot_bytes:
+        if cost > 8 * store.base.model.snapshot_bytes:
             expected.append(version)
             cost = store.plan(None, version).stored_bytes
     assert made == expected
-    assert len(made) in {1, 2}
+    assert len(made) in {1, 2, 3}
 
 
 def test_without_a_stored_base_the_first_version_is_anchored(tmp_path) -> None:

@@ -12,6 +12,7 @@ import training
 from deltastore import Writer, open_store
 from deltastore.compact import compact
 from deltastore.digest import hasher
+from deltastore.errors import CorruptObject, VersionNotFound
 from deltastore.manifest import encode_manifest, manifest_key
 from deltastore.planner import Planner, read_route
 from deltastore.reader import Store
@@ -199,9 +200,18 @@ def test_dropped_routes_are_left_out(template, monkeypatch) -> None:
     assert open_store(template).anchored(range(VERSIONS)) == frozenset()
 
 
-def test_a_record_says_which_attempt_is_damaged(template, tmp_path) -> None:
-    from deltastore.errors import CorruptObject  # noqa: PLC0415 - only here
+def test_versions_whose_own_parts_are_gone_are_reached_over_routes(template, monkeypatch) -> None:
+    monkeypatch.setattr(Store, "keeps_parts", lambda self, version: version > 16)
+    assert steps(open_store(template), 0, 17) == [("skip", 0, 16), ("delta", 16, 17)]
+    assert steps(open_store(template), None, 17)[0][0] == "anchor"
+    with pytest.raises(VersionNotFound):
+        open_store(template).plan(0, 1)
+    monkeypatch.setattr(Store, "keeps_parts", lambda self, version: version != 16)
+    assert ("skip", 0, 16) in steps(open_store(template), 0, 16)
+    assert steps(open_store(template), 15, 16) != [("delta", 15, 16)]
 
+
+def test_a_record_says_which_attempt_is_damaged(template, tmp_path) -> None:
     shutil.copytree(template, tmp_path / "store")
     store = open_store(tmp_path / "store")
     attempt_id = next(iter(Planner(store).routes()))
