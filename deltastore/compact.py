@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -72,14 +73,14 @@ def missing_skips(newest: int, there: Collection[Wanted]) -> list[Wanted]:
     return [wanted for wanted in spans if wanted not in there]
 
 
-def _missing_anchors(store: Store, planner: Planner, newest: Manifest, there: Collection[Wanted]) -> list[Wanted]:
+def _missing_anchors(store: Store, newest: Manifest, there: Collection[Wanted]) -> list[Wanted]:
     policy = store.stream.anchors
     if policy is None:
         return []
     versions = list(range(policy.every, newest.version + 1, policy.every)) if policy.every is not None else []
     if policy.when is not None:
         try:
-            cost = planner.plan(None, newest.version).stored_bytes
+            cost = store.plan(None, newest.version).stored_bytes
         except VersionNotFound:  # a new receiver has no way at all
             cost = 1 << 62
         if policy.due(newest.version, cost=cost, snapshot_bytes=newest.model.snapshot_bytes):
@@ -105,12 +106,10 @@ def compact(
     """
     newest = store.latest()
     segments = tuple(_add_segments(store, newest.version))
-    planner = Planner(store)
-    there = {Wanted(route.version, route.start) for route in planner.routes().values()}
-    wanted = missing_skips(newest.version, there)
-    made = _make_all(store, wanted, base=base, level=level, workers=workers, spool=spool, progress=progress)
-    anchors = _missing_anchors(store, Planner(store), newest, there)
-    made += _make_all(store, anchors, base=base, level=level, workers=workers, spool=spool, progress=progress)
+    there = {Wanted(route.version, route.start) for route in Planner(store).routes().values()}
+    compactor = _Compactor(store, base, level=level, workers=workers, spool=spool, progress=progress)
+    made = compactor.make(missing_skips(newest.version, there))
+    made += compactor.make(_missing_anchors(store, newest, there))
     return Compacted(tuple(made), segments)
 
 
@@ -125,37 +124,60 @@ def anchor(
 ) -> Route | None:
     """Make an anchor of a version; ``None`` when it has one. The options are those of ``compact``."""
     manifest = store.manifest(version)
-    if manifest.anchored or Planner(store).anchored(range(version, version + 1)):
+    if manifest.anchored or store.anchored(range(version, version + 1)):
         return None
-    wanted = [Wanted(version, None)]
-    return _make_all(store, wanted, base=base, level="fast", workers=workers, spool=spool, progress=progress)[0]
+    compactor = _Compactor(store, base, level="fast", workers=workers, spool=spool, progress=progress)
+    return compactor.make([Wanted(version, None)])[0]
 
 
-def _make_all(
-    store: Store,
-    wanted: Sequence[Wanted],
-    *,
-    base: str | Path | None,
-    level: str,
-    workers: int | None,
-    spool: str | Path | None,
-    progress: Progress | None,
-) -> list[Route]:
-    """Make routes, as many in a pass as memory allows; those that lead to earlier versions help to make the later."""
-    if not wanted:
-        return []
-    threads = workers or default_workers()
-    source = identify(store, base, workers=threads, progress=progress) if base is not None else None
-    # Short spans first: a long one that ends with them is then made over those before.
-    ordered = sorted(wanted, key=lambda route: (route.version, 1 if route.start is None else -route.start))
-    groups = [ordered[first : first + _ROUTES_AT_ONCE] for first in range(0, len(ordered), _ROUTES_AT_ONCE)]
-    built = counter(progress, "routes", len(groups) * store.schema().nbytes)
-    made: list[Route] = []
-    with TemporarySpool(spool) as parts:
-        for group in groups:
-            made += make_routes(store, group, source=source, spool=parts, level=level, workers=threads, progress=built)
-            parts.clear()
-    return made
+class _Compactor:
+    """Makes routes, as many in a pass as memory allows."""
+
+    def __init__(
+        self,
+        store: Store,
+        base: str | Path | None,
+        *,
+        level: str,
+        workers: int | None,
+        spool: str | Path | None,
+        progress: Progress | None,
+    ) -> None:
+        self._store = store
+        self._base = base
+        self._level = level
+        self._workers = workers or default_workers()
+        self._spool = spool
+        self._progress = progress
+
+    @cached_property
+    def _source(self) -> Source | None:
+        """The given checkpoint, hashed when it is first needed."""
+        if self._base is None:
+            return None
+        return identify(self._store, self._base, workers=self._workers, progress=self._progress)
+
+    def make(self, wanted: Sequence[Wanted]) -> list[Route]:
+        """Make those routes whose ends are kept; those that lead to earlier versions help to make the later."""
+        kept = [route for route in wanted if all(place is None or self._store.is_kept(place) for place in route)]
+        # Short spans first: a long one that ends with them is then made over those before.
+        kept.sort(key=lambda route: (route.version, 1 if route.start is None else -route.start))
+        groups = [kept[first : first + _ROUTES_AT_ONCE] for first in range(0, len(kept), _ROUTES_AT_ONCE)]
+        built = counter(self._progress, "routes", len(groups) * self._store.schema().nbytes)
+        made: list[Route] = []
+        with TemporarySpool(self._spool) as parts:
+            for group in groups:
+                made += make_routes(
+                    self._store,
+                    group,
+                    source=self._source,
+                    spool=parts,
+                    level=self._level,
+                    workers=self._workers,
+                    progress=built,
+                )
+                parts.clear()
+        return made
 
 
 def make_routes(

@@ -313,7 +313,11 @@ class Store:
         """Return which of these versions have an anchor besides the base's."""
         return Planner(self).anchored(versions)
 
-    # What retention takes away, plans do without: these three say what, and nothing else knows of it.
+    # What retention takes away, plans and compactions do without: these four say what, and nothing else knows of it.
+
+    def is_kept(self, version: int) -> bool:  # noqa: ARG002 - nothing forgets versions yet
+        """Tell whether a version may still be asked for, so that routes to and from it are worth making."""
+        return True
 
     def is_usable(self, route: Route) -> bool:  # noqa: ARG002 - nothing drops routes yet
         """Tell whether a route of this history may be taken: every one, until retention drops it."""
