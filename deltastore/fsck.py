@@ -148,7 +148,7 @@ def _routes(store: Store, history: list[Manifest], report: Report) -> list[Route
         except DeltastoreError as error:
             report.add(error, listed.key)
             continue
-        if route.kind == "abandoned":
+        if route.kind == "abandoned" or not store.is_usable(route):
             continue
         end, start = manifests.get(route.version), None if route.start is None else manifests.get(route.start)
         if end is None or not fits(route, start, end):

@@ -395,6 +395,13 @@ def test_a_version_that_is_no_longer_the_same_gets_no_route(place, monkeypatch) 
     assert list(store.backend.list("routes/")) == []
 
 
+def test_no_route_is_made_to_or_from_a_version_that_is_not_kept(place, monkeypatch) -> None:
+    store = open_store(place / "store")
+    monkeypatch.setattr(store, "is_kept", lambda version: version >= 10)
+    assert spans(compact(store).routes) == [(None, 10), (10, 12), (12, 14), (14, 16), (16, 18), (18, 20), (None, 20)]
+    assert check(store.backend, read_data=True).ok
+
+
 def test_missing_skips_are_the_aligned_spans_that_are_not_there(monkeypatch) -> None:
     monkeypatch.setattr(deltastore.compact, "SPANS", (16, 256))
     assert missing_skips(15, ()) == []
