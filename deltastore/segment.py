@@ -33,7 +33,8 @@ __all__ = [
 SEGMENTS_PREFIX = "segments/"
 #: Manifests in a segment, and what segments begin at multiples of.
 SEGMENT_VERSIONS = 1000
-MAX_SEGMENT_BYTES = 64 << 20
+#: What every backend creates exclusively in one request.
+MAX_SEGMENT_BYTES = 16 << 20
 MAX_CONTENT_BYTES = 1 << 30
 
 _LEVEL = 9
