@@ -125,9 +125,10 @@ class Writer:
     made from ``base``, a checkpoint directory (``hash_name``, ``upload_base``, and the anchor policy ``anchor_every``
     and ``anchor_when`` hold for that). Where there is one, the writer goes on after its newest version, with the next
     epoch; ``base`` then is any checkpoint of the stream, or ``None`` to take the store's anchor. ``anchors``: make the
-    anchors that the stream's policy asks for, from the shadow, behind the commits; the next version is encoded
-    meanwhile, but its commit waits for the anchor before the shadow advances. Memory: one snapshot, and a budget of a
-    few dozen chunks; encoded parts wait on disk in ``spool`` (the system's temporary directory unless given).
+    anchors that the stream's policy asks for, from the shadow, behind the commits; the next version is encoded and
+    committed meanwhile, but its ``result()`` waits until the anchor is made and the shadow may advance. Memory: one
+    snapshot, and a budget of a few dozen chunks; encoded parts wait on disk in ``spool`` (the system's temporary
+    directory unless given).
 
     Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
     stream nor base. Not for several threads at once.

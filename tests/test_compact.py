@@ -402,6 +402,22 @@ def test_no_route_is_made_to_or_from_a_version_that_is_not_kept(place, monkeypat
     assert check(store.backend, read_data=True).ok
 
 
+@pytest.mark.s3
+def test_a_real_s3_server_is_compacted_and_read(s3, snapshots, tmp_path) -> None:
+    url, options = f"{s3.url}/compact", dict(s3.storage_options)
+    base = training.save(tmp_path / "base", snapshots[0])
+    with Writer(url, base=base, storage_options=options, anchor_every=4) as writer:
+        for snapshot in snapshots[1:6]:
+            writer.publish(snapshot).result()
+    made = compact(open_store(url, storage_options=options))
+    assert spans(made.routes) == [(0, 2), (2, 4), (None, 4)]
+    store = open_store(url, storage_options=options)
+    for start, end in [(0, 5), (None, 5), (4, 0)]:
+        assert_leads(store, start, end, snapshots, tmp_path)
+    assert compact(store).routes == ()
+    assert check(store.backend, read_data=True).ok
+
+
 def test_missing_skips_are_the_aligned_spans_that_are_not_there(monkeypatch) -> None:
     monkeypatch.setattr(deltastore.compact, "SPANS", (16, 256))
     assert missing_skips(15, ()) == []
