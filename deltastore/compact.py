@@ -17,7 +17,7 @@ import numpy as np
 from .draft import RouteDraft
 from .errors import CorruptObject, ObjectExists, ObjectNotFound, VersionNotFound
 from .manifest import MAX_MANIFEST_BYTES, manifest_key
-from .patch import Patch, default_workers, seal
+from .patch import Patch, default_workers, read_each, seal, write_each
 from .planner import READERS, Planner
 from .replay import FETCHERS, counter, open_part
 from .restore import identify
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
+    from .draft import Content
     from .manifest import Manifest, PartRef
     from .part import Part
-    from .patch import Read
     from .plan import Plan, Step
     from .reader import Store
     from .restore import Source
@@ -271,7 +271,7 @@ class _Walk:
         self._chunks = {}
         kept: dict[Wanted, dict[int, Bytes]] = {}
         before = self._source.digests if self._source else None
-        read: Read = self._source.checkpoint.chunk if self._source else self._chunk
+        read = self._source.checkpoint.read if self._source else read_each(self._chunk)
         for number, plan in enumerate(self._plans):
             after = self._tables[plan.end]
             if before is not None:
@@ -285,9 +285,9 @@ class _Walk:
                 else:
                     patch.add_delta(parts, inverse=step.kind == "inverse")
             everything = number == 0 or plan.from_anchor
-            patch.run(read, self._keep, everything=everything, workers=self._workers)
+            patch.run(read, write_each(self._keep), everything=everything, workers=self._workers)
             self._stop(plan.end, window, kept)
-            before, read = after, self._chunk
+            before, read = after, read_each(self._chunk)
 
     def _stop(self, version: int, window: range, kept: dict[Wanted, dict[int, Bytes]]) -> None:
         """Encode the routes that end at a version, and keep the chunks where one starts from it."""
@@ -307,7 +307,7 @@ class _Walk:
     def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
         return self._chunks[self._schema.chunk_number(spec.name, chunk)]
 
-    def _reader(self, chunks: dict[int, Bytes]) -> Read:
+    def _reader(self, chunks: dict[int, Bytes]) -> Content:
         return lambda spec, chunk: chunks[self._schema.chunk_number(spec.name, chunk)]
 
     def _keep(self, spec: TensorSpec, chunk: int, data: Bytes) -> None:
@@ -383,7 +383,8 @@ def _add_segments(store: Store, newest: int) -> Iterator[int]:
             data = build_segment(list(pool.map(read, range(first, first + SEGMENT_VERSIONS))))
         if data is None:
             continue
-        manifests = parse_segment(data, first=first)  # what no reader would take must not be there
+        # What no reader would take must not be there.
+        manifests = parse_segment(data, first=first, verifier=store.verifier)
         if manifests[0].stream_id != store.stream_id:
             raise CorruptObject(f"{manifest_key(first)} belongs to another stream.", key=manifest_key(first))
         try:

@@ -62,7 +62,7 @@ class RouteDraft:
             version=end.version,
             hash_function=store.hash,
             key_of=route_part_key(None if start is None else start.version),
-            keep_spooled=False,
+            keep_parts=False,
         )
         self._attempt.begin(MODEL, self._schema)
 
@@ -155,7 +155,8 @@ class RouteDraft:
             retention=self._retention,
         )
         data = encode_route(route, hash_function=self._store.hash)
-        parse_route(data, version=version, attempt_id=attempt_id)  # what no reader would take must not be there
+        # What no reader would take must not be there.
+        parse_route(data, version=version, attempt_id=attempt_id, verifier=self._store.verifier)
         self._sent = True  # from here on the parts may be needed, whatever the answer
         commit(self._store.backend, route_key(version, attempt_id), data, limit=MAX_ROUTE_BYTES)
         return route

@@ -11,13 +11,22 @@ import numpy as np
 
 from .codec import Encoding
 from .errors import CorruptObject, DeltastoreError, StoreNotFound
-from .manifest import BASE_VERSION, MAX_MANIFEST_BYTES, MAX_PART_BYTES, MODEL, manifest_key, parse_manifest
+from .manifest import (
+    BASE_VERSION,
+    MAX_MANIFEST_BYTES,
+    MAX_PART_BYTES,
+    MODEL,
+    manifest_key,
+    parse_base,
+    parse_manifest,
+)
 from .part import PartIdentity, parse_part
 from .plan import check_link
 from .planner import read_route
 from .reader import Store
 from .route import ROUTES_PREFIX, fits, listed_routes, route_key
 from .segment import MAX_SEGMENT_BYTES, SEGMENTS_PREFIX, parse_segment
+from .signing import Verifier
 from .snapshot import snapshot_id
 from .spool import read_object
 
@@ -69,23 +78,24 @@ def check(
     read_data: bool = False,
     subset_percent: float = 0.0,
     seed: int | None = None,
+    trusted_keys: frozenset[str] | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Report:
     """Check a store: manifests, their chain, and that every object is there with its size.
 
     ``read_data`` also reads every part and table: digests, formats, and that each version's chunk digests make its
-    snapshot id. ``subset_percent`` reads that share of the parts, chosen at random, digests and formats only. Raises
-    ``StoreNotFound``.
+    snapshot id. ``subset_percent`` reads that share of the parts, chosen at random, digests and formats only.
+    ``trusted_keys`` is as for ``store_at``. Raises ``StoreNotFound``.
     """
     report = Report()
-    history = _manifests(backend, report, progress)
+    history, verifier = _manifests(backend, report, trusted_keys, progress)
     if history and history[0].version == BASE_VERSION:
         sizes = {info.key: info.size for info in backend.list("parts/")}
         for manifest in history:
             _check_presence(manifest, sizes, report)
-        store = Store(backend, history[0])
+        store = Store(backend, history[0], verifier)
         routes = _routes(store, history, report)
-        _check_segments(backend, history, report)
+        _check_segments(store, history, report)
         if read_data:
             _replay(store, history, routes, report, progress)
         elif subset_percent:
@@ -99,7 +109,12 @@ def check(
     return report
 
 
-def _manifests(backend: Backend, report: Report, progress: Callable[[str, int, int], object] | None) -> list[Manifest]:
+def _manifests(
+    backend: Backend,
+    report: Report,
+    trusted_keys: frozenset[str] | None,
+    progress: Callable[[str, int, int], object] | None,
+) -> tuple[list[Manifest], Verifier | None]:
     """Read all manifests that the listing shows; note damaged ones, gaps, and links that do not fit."""
     keys = {info.key for info in backend.list("manifests/")}
     if not keys:
@@ -109,6 +124,7 @@ def _manifests(backend: Backend, report: Report, progress: Callable[[str, int, i
     # By what is there, not by counting up: a stray object may carry any number.
     versions = sorted(int(found[1]) for key in keys if (found := _MANIFEST_KEY.match(key)))
     history: list[Manifest] = []
+    verifier = None if trusted_keys is None else Verifier(trusted_keys)
     expected = BASE_VERSION
     for version in versions:
         key = manifest_key(version)
@@ -119,7 +135,11 @@ def _manifests(backend: Backend, report: Report, progress: Callable[[str, int, i
             report.problems.append(Problem("missing-manifest", manifest_key(expected), hint))
         expected = version + 1
         try:
-            manifest = parse_manifest(backend.read(key, limit=MAX_MANIFEST_BYTES), version=version)
+            data = backend.read(key, limit=MAX_MANIFEST_BYTES)
+            if version == BASE_VERSION:
+                manifest, verifier = parse_base(data, trusted_keys=trusted_keys)
+            else:
+                manifest = parse_manifest(data, version=version, verifier=verifier)
             if history and history[-1].version == version - 1:
                 check_link(history[-1], manifest)
             history.append(manifest)
@@ -132,7 +152,7 @@ def _manifests(backend: Backend, report: Report, progress: Callable[[str, int, i
         for key in sorted(keys)
         if not _MANIFEST_KEY.match(key)
     )
-    return history
+    return history, verifier
 
 
 def _routes(store: Store, history: list[Manifest], report: Report) -> list[Route]:
@@ -164,16 +184,17 @@ def _routes(store: Store, history: list[Manifest], report: Report) -> list[Route
     return routes
 
 
-def _check_segments(backend: Backend, history: list[Manifest], report: Report) -> None:
+def _check_segments(store: Store, history: list[Manifest], report: Report) -> None:
     """Read all log segments, and compare them with the manifests."""
     commits = {manifest.version: manifest.commit_id for manifest in history}
-    for info in backend.list(SEGMENTS_PREFIX):
+    for info in store.backend.list(SEGMENTS_PREFIX):
         found = _SEGMENT_KEY.match(info.key)
         if found is None:
             continue
         report.objects += 1
         try:
-            segment = parse_segment(backend.read(info.key, limit=MAX_SEGMENT_BYTES), first=int(found[1]))
+            data = store.backend.read(info.key, limit=MAX_SEGMENT_BYTES)
+            segment = parse_segment(data, first=int(found[1]), verifier=store.verifier)
         except DeltastoreError as error:
             report.add(error, info.key)
             continue

@@ -6,7 +6,14 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from .errors import CorruptObject, ObjectNotFound, StreamMismatch, UnsupportedFormat, VersionNotFound
+from .errors import (
+    CorruptObject,
+    ObjectNotFound,
+    SignatureMismatch,
+    StreamMismatch,
+    UnsupportedFormat,
+    VersionNotFound,
+)
 from .manifest import BASE_VERSION
 from .plan import cheapest, check_link, no_way, plan_of
 from .route import MAX_ROUTE_BYTES, ROUTES_PREFIX, ListedRoute, Route, fits, listed_routes, parse_route
@@ -23,6 +30,16 @@ __all__ = ["READERS", "Planner", "read_route"]
 #: Small objects read side by side.
 READERS = 16
 
+#: What makes a route one to leave out: it is damaged, gone, forged, or not of this history.
+_UNUSABLE = (
+    CorruptObject,
+    ObjectNotFound,
+    SignatureMismatch,
+    StreamMismatch,
+    UnsupportedFormat,
+    VersionNotFound,
+)
+
 _log = logging.getLogger("deltastore")
 _Built = TypeVar("_Built")
 
@@ -30,10 +47,12 @@ _Built = TypeVar("_Built")
 def read_route(store: Store, version: int, attempt_id: str) -> Route:
     """Read and check one route's record, whatever its kind.
 
-    Raises ``ObjectNotFound``, ``CorruptObject``, ``UnsupportedFormat`` or ``StorageError``.
+    Raises ``ObjectNotFound``, ``CorruptObject``, ``SignatureMismatch``, ``UnsupportedFormat`` or
+    ``StorageError``.
     """
     listed = ListedRoute(version, attempt_id, None, 0, told=False)
-    route = parse_route(store.backend.read(listed.key, limit=MAX_ROUTE_BYTES), version=version, attempt_id=attempt_id)
+    data = store.backend.read(listed.key, limit=MAX_ROUTE_BYTES)
+    route = parse_route(data, version=version, attempt_id=attempt_id, verifier=store.verifier)
     if any(not part.digest.startswith(f"{store.hash.name}:") for part in route.parts):
         raise CorruptObject(f"{listed.key} is damaged: its digests are not of the stream's hash.", key=listed.key)
     return route
@@ -111,7 +130,7 @@ class Planner:
                 return None
             start = None if route.start is None else self._store.manifest(route.start)
             whole = fits(route, start, self._store.manifest(route.version))
-        except (CorruptObject, ObjectNotFound, StreamMismatch, UnsupportedFormat, VersionNotFound) as error:
+        except _UNUSABLE as error:
             _log.warning("A route is left out: %s", error)
             return None
         if not whole:

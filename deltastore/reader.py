@@ -18,6 +18,7 @@ from .errors import (
     BaseMismatch,
     CorruptObject,
     ObjectNotFound,
+    SignatureMismatch,
     StorageError,
     StoreNotFound,
     StreamMismatch,
@@ -34,6 +35,7 @@ from .manifest import (
     MAX_TABLE_BYTES,
     MODEL,
     manifest_key,
+    parse_base,
     parse_latest,
     parse_manifest,
 )
@@ -41,6 +43,7 @@ from .plan import check_link
 from .planner import READERS, Planner
 from .record import MAX_VERSION
 from .segment import MAX_SEGMENT_BYTES, parse_segment, segment_key, segment_of
+from .signing import load_public_keys
 from .snapshot import CHUNK_BYTES, Schema, snapshot_id, tensor_digests
 from .spool import read_object
 from .storage import open_backend
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from .manifest import Manifest, StreamRecord
     from .plan import Plan
     from .route import Route
+    from .signing import Verifier
     from .snapshot import Digests
     from .storage import Backend
 
@@ -67,13 +71,17 @@ _REMEMBERED = 4096
 
 
 class Store:
-    """A stream in a store, for reading. Thread-safe; remembers recent manifests, which never change."""
+    """A stream in a store, for reading. Thread-safe; remembers recent manifests, which never change.
 
-    def __init__(self, backend: Backend, base: Manifest) -> None:
+    ``verifier`` is there in a signed stream: every manifest and tag needs a signature that it takes.
+    """
+
+    def __init__(self, backend: Backend, base: Manifest, verifier: Verifier | None = None) -> None:
         if base.stream is None:
             raise CorruptObject("The base manifest has no stream record.", key=manifest_key(BASE_VERSION))
         self.backend = backend
         self.base = base
+        self.verifier = verifier
         self.stream: StreamRecord = base.stream
         self.hash: Hasher = hasher(base.stream.hash)
         self._recent = {BASE_VERSION: base}
@@ -168,7 +176,7 @@ class Store:
             data = self.backend.read(manifest_key(version), limit=MAX_MANIFEST_BYTES)
         except ObjectNotFound:
             return None
-        manifest = parse_manifest(data, version=version)
+        manifest = parse_manifest(data, version=version, verifier=self.verifier)
         if manifest.stream_id != self.stream_id:
             raise StreamMismatch(
                 f"{manifest_key(version)} belongs to the stream {manifest.stream_id}, not to {self.stream_id}.",
@@ -258,11 +266,11 @@ class Store:
         """Return the manifests of a log segment; none when it is absent, damaged, or not of this history."""
         try:
             data = self.backend.read(segment_key(first), limit=MAX_SEGMENT_BYTES)
-            manifests = parse_segment(data, first=first)
+            manifests = parse_segment(data, first=first, verifier=self.verifier)
             self._check_neighbours(manifests)
         except ObjectNotFound:
             return []
-        except (CorruptObject, StreamMismatch, UnsupportedFormat) as error:
+        except (CorruptObject, SignatureMismatch, StreamMismatch, UnsupportedFormat) as error:
             _log.warning("A log segment is left out: %s", error)
             return []
         for manifest in manifests:
@@ -406,17 +414,22 @@ def open_store(
     url: str | Path,
     *,
     storage_options: Mapping[str, object] | None = None,
+    cache: str | Path | None = None,
+    cache_bytes: int | None = None,
+    trusted_keys: Iterable[str | Path] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Store:
     """Open the stream at a URL for reading; raises ``StoreNotFound`` when there is none.
 
-    ``sleep`` is as for ``open_backend``.
+    ``trusted_keys`` are public keys, as 64 hexadecimal digits or in files: nothing that none of them signed is taken
+    (``SignatureMismatch``). ``cache``, ``cache_bytes`` and ``sleep`` are as for ``open_backend``.
     """
-    backend = open_backend(str(url), storage_options=storage_options, sleep=sleep)
-    return store_at(backend)
+    keys = None if trusted_keys is None else load_public_keys(trusted_keys)
+    backend = open_backend(str(url), storage_options=storage_options, cache=cache, cache_bytes=cache_bytes, sleep=sleep)
+    return store_at(backend, trusted_keys=keys)
 
 
-def store_at(backend: Backend) -> Store:
+def store_at(backend: Backend, *, trusted_keys: frozenset[str] | None = None) -> Store:
     """Open the stream in a backend; raises ``StoreNotFound`` when there is none."""
     try:
         data = backend.read(manifest_key(BASE_VERSION), limit=MAX_MANIFEST_BYTES)
@@ -424,4 +437,4 @@ def store_at(backend: Backend) -> Store:
         raise StoreNotFound(
             f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`."
         ) from error
-    return Store(backend, parse_manifest(data, version=BASE_VERSION))
+    return Store(backend, *parse_base(data, trusted_keys=trusted_keys))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from .digest import Hasher
     from .manifest import Manifest
+    from .signing import Verifier
     from .storage.base import Buffer, ObjectInfo
 
 __all__ = [
@@ -146,16 +147,18 @@ def listed_routes(objects: Iterable[ObjectInfo]) -> list[ListedRoute]:
 
 def encode_route(route: Route, *, hash_function: Hasher) -> bytes:
     """Return a route's record as it is stored."""
-    return encode_record(route, hash_function=hash_function)
+    return encode_record(route, hash_function=hash_function, kind="route")
 
 
-def parse_route(data: Buffer, *, version: int, attempt_id: str) -> Route:
+def parse_route(data: Buffer, *, version: int, attempt_id: str, verifier: Verifier | None = None) -> Route:
     """Parse the record found under the key of an attempt at ``version``; everything in it is checked.
 
-    Raises ``UnsupportedFormat`` for a format or feature of a later release, ``CorruptObject`` for anything else.
+    ``verifier``: that of a signed stream; a route needs no signature there, since it leads to a snapshot that a signed
+    manifest names. Raises ``SignatureMismatch`` for a signature that it does not take,
+    ``UnsupportedFormat`` for a format or feature of a later release, ``CorruptObject`` for anything else.
     """
     key = route_key(version, attempt_id)
-    route, own_digest = parse_record(data, Route, key=key)
+    route, own_digest = parse_record(data, Route, key=key, kind="route", verifier=verifier)
     problem = _problem(route, version, attempt_id) or _hash_problem(route, own_digest)
     if problem:
         raise CorruptObject(f"{key} is damaged: {problem}.", key=key)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .manifest import Manifest
+    from .signing import Verifier
     from .storage.base import Buffer
 
 __all__ = [
@@ -64,17 +65,18 @@ def build_segment(manifests: Sequence[bytes]) -> bytes | None:
     return data if len(data) <= MAX_SEGMENT_BYTES else None
 
 
-def parse_segment(data: Buffer, *, first: int) -> list[Manifest]:
+def parse_segment(data: Buffer, *, first: int, verifier: Verifier | None = None) -> list[Manifest]:
     """Return the manifests of a segment, each checked as under its own key, and each following the one before.
 
-    Raises ``CorruptObject`` or ``UnsupportedFormat``.
+    ``verifier``: that of a signed stream. Raises ``CorruptObject``, ``SignatureMismatch`` or ``UnsupportedFormat``.
     """
     key = segment_key(first)
     stored = _split(_inflate(data, key))
     if len(stored) != SEGMENT_VERSIONS:
         raise CorruptObject(f"{key} holds {len(stored)} manifests.", key=key)
     try:
-        manifests = [parse_manifest(entry, version=first + number) for number, entry in enumerate(stored)]
+        numbered = enumerate(stored, first)
+        manifests = [parse_manifest(entry, version=version, verifier=verifier) for version, entry in numbered]
         for parent, child in pairwise(manifests):
             check_link(parent, child)
     except (CorruptObject, StreamMismatch) as error:

@@ -14,7 +14,7 @@ from deltastore.codec.chunk import warm_up
 from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
 from deltastore.manifest import manifest_key
 from deltastore.planner import Planner
-from deltastore.replay import counter
+from deltastore.replay import Fetch, counter
 from deltastore.restore import Source, build_checkpoint, identify
 from deltastore.spool import Spool
 
@@ -137,15 +137,16 @@ class Patcher:
         verified = time.perf_counter()
         spool = Spool(self._slots.parts)
 
-        def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Replayed]:
-            name, directory = self._slots.prepare()
-            replayed = build_checkpoint(
-                self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
-            )
-            return name, plan, replayed
+        def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Source, Replayed]:
+            with Fetch(self._store, plan, spool, progress=self._progress) as fetch:
+                name, directory = self._slots.prepare()
+                built, replayed = build_checkpoint(
+                    fetch, source, directory, workers=self._workers, progress=self._progress
+                )
+            return name, plan, built, replayed
 
         try:
-            name, plan, replayed = planner.follow(plan, build)
+            name, plan, built, replayed = planner.follow(plan, build)
         except BaseMismatch as error:
             if source is not self._source:
                 raise
@@ -154,13 +155,13 @@ class Patcher:
                 key=str(self._slots.link),
                 hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
             ) from error
-        self._slots.finish(name, target, replayed.digests, self._store.hash)
+        self._slots.finish(name, built, target, self._store.hash)
         patched = time.perf_counter()
         self._slots.swap(name)
         live = self._slots.live()
         if live is None or live.name != name:
             raise CorruptObject(f"{self._slots.link} was changed by somebody else.", key=str(self._slots.link))
-        self._source = self._slots.source(live, workers=self._workers)
+        self._source = built
         spool.clear()
         swapped = time.perf_counter()
         return Patched(

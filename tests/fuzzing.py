@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import reference
 import zstandard
-from reference import CONTEXTUAL, DENSE, FULL, RAW, SPARSE, ZSTD
+from reference import APART, CONTEXTUAL, DENSE, FULL, RAW, SPARSE, ZSTD
 
 from deltastore.codec import DamagedChunk, EncodedChunk, Encoding
 from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder
@@ -191,7 +191,7 @@ def _valid_chunk(damage: Damage, encoding: int) -> Chunk:
     chosen[damage.random.randrange(size)] = True
     new[chosen] += rng.choice(np.array([1, 2, 200]), int(chosen.sum())).astype(elements.dtype)
     old_bytes, new_bytes = elements.tobytes(), new.tobytes()
-    method = damage.random.choice((None, RAW, ZSTD))
+    method = damage.random.choice((None, RAW, ZSTD, APART))
     encoded = ChunkEncoder("max" if encoding == CONTEXTUAL else "fast").change(
         elements.view(np.uint8), new.view(np.uint8), width=width
     )
@@ -253,7 +253,7 @@ def _random_contexts(damage: Damage, elements: int, changed: int) -> tuple[bytes
 def _random_stream(damage: Damage, raw: bytes) -> bytes:
     """Store a stream in one of the three ways; now and then as a frame that lies about its length."""
     if damage.random.random() < 0.97 or not raw:
-        return reference.stored_stream(raw, damage.random.choice((None, RAW, ZSTD)))
+        return reference.stored_stream(raw, damage.random.choice((None, RAW, ZSTD, APART)))
     frame = reference.zstd_frame(raw)
     blocks = frame[zstandard.frame_header_size(frame) :]
     declared = damage.random.choice((len(raw) - 1, len(raw) + 1, 1 << 24, damage.number(64)))

@@ -11,7 +11,7 @@ import training
 import deltastore.anchoring
 import deltastore.writer
 from deltastore import Writer, open_store
-from deltastore.errors import StorageError
+from deltastore.errors import PublishError, StorageError
 from deltastore.fsck import check
 from deltastore.storage.faults import Fault, FaultyBackend
 from deltastore.storage.local import LocalBackend
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 def snapshots(count: int) -> list[training.Snapshot]:
     return [training.small_snapshot(seed) for seed in range(count)]
+
+
+def steps(count: int, elements: int) -> list[training.Snapshot]:
+    """Snapshots of which each changes a little: the shadow follows such changes while they are encoded."""
+    versions = [training.small_snapshot(0, elements=elements)]
+    for number in range(1, count):
+        versions.append(training.step(versions[-1], 6 * number + 1))
+    return versions
+
+
+tiny_and_not = pytest.mark.parametrize("elements", [64, 40_000])
 
 
 def anchors(path: Path) -> list[int]:
@@ -97,9 +108,10 @@ def test_an_anchor_that_fails_fails_no_publish(tmp_path, caplog, monkeypatch) ->
     assert check(LocalBackend(tmp_path / "store"), read_data=True).ok
 
 
-def test_the_shadow_waits_for_the_anchor_that_is_read_from_it(tmp_path, monkeypatch) -> None:
+@tiny_and_not
+def test_the_shadow_waits_for_the_anchor_that_is_read_from_it(elements, tmp_path, monkeypatch) -> None:
     """The version after an anchored one is encoded and committed meanwhile; only then it waits."""
-    versions = snapshots(4)
+    versions = steps(4, elements)
     base = training.save(tmp_path / "base", versions[0])
     begun, go_on = threading.Event(), threading.Event()
     make = deltastore.anchoring.Anchoring._anchor
@@ -121,6 +133,49 @@ def test_the_shadow_waits_for_the_anchor_that_is_read_from_it(tmp_path, monkeypa
         publication.result()
     assert anchors(tmp_path / "store") == [2]
     assert check(LocalBackend(tmp_path / "store"), read_data=True).ok
+
+
+@tiny_and_not
+def test_a_publish_that_fails_while_an_anchor_is_read_changes_neither(elements, tmp_path, monkeypatch) -> None:
+    versions = steps(4, elements)
+    base = training.save(tmp_path / "base", versions[0])
+    begun, go_on = threading.Event(), threading.Event()
+    make = deltastore.anchoring.Anchoring._anchor
+
+    def slowly(self: object, manifest: object) -> int:
+        begun.set()
+        assert go_on.wait(30)
+        return make(self, manifest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(deltastore.anchoring.Anchoring, "_anchor", slowly)
+    with Writer(tmp_path / "store", base=base, anchors=True, anchor_every=2) as writer:
+        writer.publish(versions[1]).result()
+        writer.publish(versions[2]).result()
+        assert begun.wait(30)
+        with pytest.raises(PublishError):
+            writer.publish(list(versions[3].items())[:-1])
+        go_on.set()
+        writer.publish(versions[3]).result()
+    assert anchors(tmp_path / "store") == [2]
+    store = open_store(tmp_path / "store")
+    for version in (2, 3):
+        store.restore(version, tmp_path / str(version))
+        training.assert_holds(tmp_path / str(version), versions[version])
+    assert check(LocalBackend(tmp_path / "store"), read_data=True).ok
+
+
+def test_a_resumed_writer_that_took_over_anchors_its_versions(tmp_path) -> None:
+    versions = snapshots(4)
+    base = training.save(tmp_path / "base", versions[0])
+    with Writer(tmp_path / "store", base=base, anchor_every=3) as writer:
+        writer.publish(versions[1]).result()
+    with Writer(tmp_path / "store", resume=True, weights=versions[1], takeover=True, anchors=True) as writer:
+        assert writer.version == 2
+        for snapshot in (versions[2], versions[3], versions[2]):
+            writer.publish(snapshot)
+    assert anchors(tmp_path / "store") == [3]
+    open_store(tmp_path / "store").restore(3, tmp_path / "three")
+    training.assert_holds(tmp_path / "three", versions[2])
 
 
 def test_a_policy_outside_the_limits_is_wrong_use(tmp_path) -> None:

@@ -218,12 +218,12 @@ def test_an_anchor_is_due_when_the_newest_version_costs_too_much(snapshots, tmp_
     monkeypatch.setattr(deltastore.compact, "SPANS", ())
     base = training.save(tmp_path / "base", snapshots[0])
     with Writer(tmp_path / "store", base=base, anchor_when=1.0) as writer:
-        for snapshot in snapshots[1:9]:
+        for snapshot in snapshots[1:13]:
             writer.publish(snapshot).result()
     store = open_store(tmp_path / "store")
-    assert store.plan(None, 8).stored_bytes > store.base.model.snapshot_bytes
+    assert store.plan(None, 12).stored_bytes > store.base.model.snapshot_bytes
     added = compact(store)
-    assert [route.version for route in added.routes if route.kind == "anchor"] == [8]
+    assert [route.version for route in added.routes if route.kind == "anchor"] == [12]
     assert compact(open_store(tmp_path / "store")).routes == ()
 
 

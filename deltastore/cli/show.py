@@ -9,7 +9,7 @@ import click
 from deltastore.manifest import MAX_PART_BYTES, MODEL
 from deltastore.reader import open_store
 
-from .app import emit, json_option, store_options
+from .app import emit, json_option, store_options, trusted_keys_option
 from .records import human_bytes, table, version_record
 
 if TYPE_CHECKING:
@@ -21,12 +21,20 @@ __all__ = ["command"]
 
 @click.command("show")
 @store_options
+@trusted_keys_option
 @click.argument("version")
 @click.option("--tensors", is_flag=True, help="Also list what changed in each tensor (reads the version's parts).")
 @json_option
-def command(store: str, storage_options: dict[str, str], version: str, tensors: bool, as_json: bool) -> None:
+def command(
+    store: str,
+    storage_options: dict[str, str],
+    trusted_keys: tuple[str, ...] | None,
+    version: str,
+    tensors: bool,
+    as_json: bool,
+) -> None:
     """Show one version."""
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     manifest = opened.resolve(version)
     anchored = opened.anchored(range(manifest.version, manifest.version + 1))
     record = version_record(manifest, anchored=bool(anchored))

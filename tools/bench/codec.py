@@ -128,12 +128,12 @@ def _kernel(settings: Settings) -> float:
     for old, new in views:
         old.flags.writeable = new.flags.writeable = False
     size = max(old.size for old, _ in views)
-    gaps, differences = np.empty(size // 4 + size // 255 + 64, np.uint8), np.empty(size // 4 + 64, np.uint16)
-    kept = np.empty(size, np.uint16)
+    positions = np.empty(size // 4 + kernels.BLOCK + 4, np.int32)
+    differences, kept = np.empty(positions.size, "<u2"), np.empty(size, "<u2")
 
     def scan() -> None:
         for old, new in views:
-            kernels.extract_sparse(old, new, kept[: old.size], size // 4, gaps, differences)
+            kernels.find_changes(old, new, kept[: old.size], size // 4, positions, differences, True)
 
     return gigabytes(pair.nbytes, medians({"scan": scan}, rounds=settings.rounds)["scan"])
 

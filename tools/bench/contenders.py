@@ -21,7 +21,7 @@ from deltastore.manifest import MODEL
 from deltastore.materialize import write_all
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.patch import Patch
-from deltastore.snapshot import CHUNK_BYTES, snapshot_id
+from deltastore.snapshot import snapshot_id
 
 from .pairs import write_checkpoint
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from deltastore.snapshot import Digests, Schema, TensorSpec
+    from deltastore.snapshot import ChunkSpan, Digests, Schema, TensorSpec
 
     from .crew import Crew
     from .pairs import Pair
@@ -117,20 +117,16 @@ class Ours:
     def apply(self, files: Files) -> None:
         """Build the new bytes in ``files.target`` from the old ones in ``files.source``."""
         source, target = open_checkpoint(files.source), open_checkpoint(files.target)
-        places: dict[str, tuple[int, int]] = {}
-        descriptors = []
-        for file in target.layout.files:
-            descriptors.append(os.open(files.target / file.name, os.O_WRONLY))
-            places |= {placed.spec.name: (descriptors[-1], placed.start) for placed in file.header.tensors}
+        descriptors = [os.open(files.target / file.name, os.O_WRONLY) for file in target.layout.files]
 
-        def write(spec: TensorSpec, chunk: int, data: Bytes) -> None:
-            descriptor, start = places[spec.name]
-            write_all(descriptor, data, start + chunk * CHUNK_BYTES)
+        def write(span: ChunkSpan, data: Bytes) -> None:
+            for file, offset, start, stop in target.places.stretches(span):
+                write_all(descriptors[file], data[start:stop], offset)
 
         patch = Patch(self.pair.schema, self._hash, before=self._before)
         patch.add_delta([self._part])
         patch.seal(self._after)
-        patch.run(source.chunk, write, everything=True, workers=self._crew.threads)
+        patch.run(source.read, write, everything=True, workers=self._crew.threads)
         for descriptor in descriptors:
             os.close(descriptor)
 

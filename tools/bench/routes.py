@@ -16,7 +16,7 @@ from deltastore import Writer, open_store
 from deltastore.compact import anchor, compact
 from deltastore.patch import default_workers
 from deltastore.plan import make_plan
-from deltastore.replay import replay
+from deltastore.replay import Fetch, replay
 from deltastore.restore import identify
 from deltastore.spool import Spool
 
@@ -153,15 +153,14 @@ def _row(home: Path, store: Store, way: str, plan: Plan, planned: float, objects
     source = identify(store, home / "base", workers=workers)
     spool = Spool(home / "spool")
     started = time.perf_counter()
-    replay(
-        store,
-        plan,
-        spool,
-        before=None if plan.from_anchor else source.digests,
-        read=source.checkpoint.chunk,
-        write=lambda *_: None,
-        workers=workers,
-    )
+    with Fetch(store, plan, spool) as fetch:
+        replay(
+            fetch,
+            before=None if plan.from_anchor else source.digests,
+            read=source.checkpoint.read,
+            write=lambda *_: None,
+            workers=workers,
+        )
     built = time.perf_counter() - started
     shutil.rmtree(spool.directory)
     return {
