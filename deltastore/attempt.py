@@ -16,7 +16,7 @@ from .part import PartIdentity, build_part, parse_part
 from .snapshot import Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from .digest import Hasher
     from .part import ChunkRow, Part
@@ -39,15 +39,31 @@ _UPLOADERS = 4
 
 
 class Attempt:
-    """Collects one version's parts. Used from one thread; uploads run in others."""
+    """Collects one version's parts, or one route's. Used from one thread; uploads run in others.
 
-    def __init__(self, backend: Backend, spool: Spool, *, stream_id: str, version: int, hash_function: Hasher) -> None:
+    ``key_of`` names the attempt's objects: (version, attempt id, name) to key. ``keep_parts=False`` frees a part as
+    soon as it is uploaded; until then it waits on disk, never in memory.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        spool: Spool,
+        *,
+        stream_id: str,
+        version: int,
+        hash_function: Hasher,
+        key_of: Callable[[int, str, str], str] = part_key,
+        keep_parts: bool = True,
+    ) -> None:
         self.attempt_id = secrets.token_hex(16)
         self.version = version
         self._backend = backend
         self._spool = spool
         self._stream_id = stream_id
         self._hash = hash_function
+        self._key_of = key_of
+        self._keep_parts = keep_parts
         self._component = MODEL
         self._schema = Schema(())
         #: Rows of no part yet; those up to ``_counted`` belong to the open one, with ``_payload_bytes`` together.
@@ -105,7 +121,7 @@ class Attempt:
             first=int(numbers.min()),
             last=int(numbers.max()),
         )
-        if self._memory_bytes + len(data) <= _MEMORY_BYTES:
+        if self._keep_parts and self._memory_bytes + len(data) <= _MEMORY_BYTES:
             self._memory[reference.key] = data
             self._memory_bytes += len(data)
         else:
@@ -117,12 +133,14 @@ class Attempt:
         self._uploads.append(self._pool.submit(self._upload, reference))
 
     def _key(self, name: str) -> str:
-        key = part_key(self.version, self.attempt_id, name)
+        key = self._key_of(self.version, self.attempt_id, name)
         self._objects.append(key)
         return key
 
     def _upload(self, reference: PartRef) -> None:
         self._backend.write(reference.key, self._read(reference))
+        if not self._keep_parts:
+            self._spool.remove(reference)
 
     def _read(self, reference: PartRef) -> bytes | memoryview:
         data = self._memory.get(reference.key)

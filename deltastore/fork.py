@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
+    from .manifest import AnchorPolicy
     from .reader import Store
 
 __all__ = ["fork_stream"]
@@ -27,6 +28,7 @@ def fork_stream(
     base: str | Path | None = None,
     hash_name: str | None = None,
     upload_base: bool = True,
+    anchors: AnchorPolicy | None = None,
     unsafe_skip_probe: bool = False,
     sign_key: str | Path | None = None,
     other_signers: Iterable[str | Path] = (),
@@ -40,8 +42,9 @@ def fork_stream(
     Its base has that version's weights, split over files as the source's base is, and that base's other files; its
     metadata say where it came from. ``base`` is a checkpoint of the source to start from, needed where the source does
     not store its own. The version is built on disk in ``spool`` (the system's temporary directory unless given) and
-    removed again. The hash is the source's unless given. ``sign_key`` is a file with the private key of a signed fork,
-    ``other_signers`` are further public keys that may sign. Raises ``StreamExists`` when the place is taken.
+    removed again. The hash is the source's unless given; ``anchors`` is the fork's own policy. ``sign_key`` is a file
+    with the private key of a signed fork, ``other_signers`` are further public keys that may sign. Raises
+    ``StreamExists`` when the place is taken.
     """
     signer = Signer.load(sign_key) if sign_key is not None else None
     others = [load_public_key(key) for key in other_signers]
@@ -56,6 +59,7 @@ def fork_stream(
             open_checkpoint(directory),
             hash_name=hash_name or source.hash.name,
             upload_base=upload_base,
+            anchors=anchors,
             unsafe_skip_probe=unsafe_skip_probe,
             metadata={
                 "forked_from": source.stream_id,

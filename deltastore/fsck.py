@@ -9,11 +9,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .codec import Encoding
 from .errors import CorruptObject, DeltastoreError, StoreNotFound
-from .manifest import BASE_VERSION, MAX_MANIFEST_BYTES, MAX_PART_BYTES, manifest_key, parse_base, parse_manifest
+from .manifest import (
+    BASE_VERSION,
+    MAX_MANIFEST_BYTES,
+    MAX_PART_BYTES,
+    MODEL,
+    manifest_key,
+    parse_base,
+    parse_manifest,
+)
 from .part import PartIdentity, parse_part
 from .plan import check_link
+from .planner import read_route
 from .reader import Store
+from .route import ROUTES_PREFIX, fits, listed_routes, route_key
+from .segment import MAX_SEGMENT_BYTES, SEGMENTS_PREFIX, parse_segment
 from .signing import Verifier
 from .snapshot import snapshot_id
 from .spool import read_object
@@ -23,11 +35,13 @@ if TYPE_CHECKING:
 
     from .manifest import Component, Manifest, ObjectRef, PartRef
     from .part import Part
+    from .route import Route
     from .snapshot import Digests
     from .storage import Backend
 
 __all__ = ["Problem", "Report", "check"]
 
+_SEGMENT_KEY = re.compile(r"segments/(\d{10})\.zst\Z", re.ASCII)
 _MANIFEST_KEY = re.compile(r"manifests/(\d{10})\.json\Z", re.ASCII)
 
 
@@ -80,12 +94,18 @@ def check(
         for manifest in history:
             _check_presence(manifest, sizes, report)
         store = Store(backend, history[0], verifier)
+        routes = _routes(store, history, report)
+        _check_segments(store, history, report)
         if read_data:
-            _replay(store, history, report, progress)
+            _replay(store, history, routes, report, progress)
         elif subset_percent:
             chosen = [pair for pair in _all_parts(history) if random.Random(seed).random() * 100 < subset_percent]  # noqa: S311
             for manifest, name, reference in chosen:
                 _read_part(store, manifest, name, reference, report)
+            for route in routes:
+                for reference in route.parts:
+                    if random.Random(seed).random() * 100 < subset_percent:  # noqa: S311
+                        _read_part(store, route, MODEL, reference, report)
     return report
 
 
@@ -135,6 +155,54 @@ def _manifests(
     return history, verifier
 
 
+def _routes(store: Store, history: list[Manifest], report: Report) -> list[Route]:
+    """Read all route records that the listing shows, and look for their parts; returns those that may be followed."""
+    objects = list(store.backend.list(ROUTES_PREFIX))
+    sizes = {info.key: info.size for info in objects}
+    manifests = {manifest.version: manifest for manifest in history}
+    routes = []
+    for listed in listed_routes(objects):
+        report.objects += 1
+        try:
+            route = read_route(store, listed.version, listed.attempt_id)
+        except DeltastoreError as error:
+            report.add(error, listed.key)
+            continue
+        if route.kind == "abandoned" or not store.is_usable(route):
+            continue
+        end, start = manifests.get(route.version), None if route.start is None else manifests.get(route.start)
+        if end is None or not fits(route, start, end):
+            hint = f"It is no route of this history to version {route.version}: readers ignore it."
+            report.problems.append(Problem("foreign-object", listed.key, hint))
+            continue
+        whole = [
+            _is_present(part, sizes, report, f"Readers take another way to version {route.version}.")
+            for part in route.parts
+        ]
+        if all(whole):
+            routes.append(route)
+    return routes
+
+
+def _check_segments(store: Store, history: list[Manifest], report: Report) -> None:
+    """Read all log segments, and compare them with the manifests."""
+    commits = {manifest.version: manifest.commit_id for manifest in history}
+    for info in store.backend.list(SEGMENTS_PREFIX):
+        found = _SEGMENT_KEY.match(info.key)
+        if found is None:
+            continue
+        report.objects += 1
+        try:
+            data = store.backend.read(info.key, limit=MAX_SEGMENT_BYTES)
+            segment = parse_segment(data, first=int(found[1]), verifier=store.verifier)
+        except DeltastoreError as error:
+            report.add(error, info.key)
+            continue
+        if any(commits.get(manifest.version) != manifest.commit_id for manifest in segment):
+            hint = "It does not hold the manifests of this history: readers read those by themselves."
+            report.problems.append(Problem("foreign-object", info.key, hint))
+
+
 def _references(manifest: Manifest) -> Iterator[ObjectRef | PartRef]:
     if manifest.stream is not None:
         yield from manifest.stream.schemas.values()
@@ -146,14 +214,19 @@ def _references(manifest: Manifest) -> Iterator[ObjectRef | PartRef]:
 
 def _check_presence(manifest: Manifest, sizes: dict[str, int], report: Report) -> None:
     for reference in _references(manifest):
-        report.objects += 1
-        size = sizes.get(reference.key)
-        if size is None:
-            hint = f"Version {manifest.version} cannot be built without it."
-            report.problems.append(Problem("missing-object", reference.key, hint))
-        elif size != reference.size:
-            hint = f"It has {size} bytes instead of {reference.size}."
-            report.problems.append(Problem("wrong-size", reference.key, hint))
+        _is_present(reference, sizes, report, f"Version {manifest.version} cannot be built without it.")
+
+
+def _is_present(reference: ObjectRef | PartRef, sizes: dict[str, int], report: Report, without: str) -> bool:
+    """Note an object that is missing or has another size; ``without`` says what its absence means."""
+    report.objects += 1
+    size = sizes.get(reference.key)
+    if size is None:
+        report.problems.append(Problem("missing-object", reference.key, without))
+    elif size != reference.size:
+        hint = f"It has {size} bytes instead of {reference.size}."
+        report.problems.append(Problem("wrong-size", reference.key, hint))
+    return size == reference.size
 
 
 def _all_parts(history: list[Manifest]) -> Iterator[tuple[Manifest, str, PartRef]]:
@@ -163,12 +236,12 @@ def _all_parts(history: list[Manifest]) -> Iterator[tuple[Manifest, str, PartRef
                 yield manifest, name, reference
 
 
-def _read_part(store: Store, manifest: Manifest, name: str, reference: PartRef, report: Report) -> Part | None:
-    """Read and parse one part; note what is wrong with it."""
+def _read_part(store: Store, owner: Manifest | Route, name: str, reference: PartRef, report: Report) -> Part | None:
+    """Read and parse one part of a version or route; note what is wrong with it."""
     try:
         data = read_object(store.backend, reference, limit=MAX_PART_BYTES)
         report.bytes_read += len(data)
-        identity = PartIdentity(store.stream_id, manifest.version, manifest.attempt_id, name)
+        identity = PartIdentity(store.stream_id, owner.version, owner.attempt_id, name)
         part = parse_part(data, identity, store.schema(name), store.hash, key=reference.key)
         if len(part) != reference.chunks:
             raise CorruptObject(
@@ -183,24 +256,60 @@ def _read_part(store: Store, manifest: Manifest, name: str, reference: PartRef, 
 def _replay(
     store: Store,
     history: list[Manifest],
+    routes: list[Route],
     report: Report,
     progress: Callable[[str, int, int], object] | None,
 ) -> None:
-    """Follow every component's chunk digests through all versions."""
+    """Follow every component's chunk digests through all versions, and over the routes between them."""
     tables: dict[str, Digests] = {}
-    total = sum(manifest.stored_bytes for manifest in history)
+    total = sum(manifest.stored_bytes for manifest in history) + sum(route.stored_bytes for route in routes)
+    places: dict[int | None, list[Route]] = {}
+    for route in routes:
+        places.setdefault(route.start, []).append(route)
+    for route in places.get(None, ()):
+        _replay_route(store, route, None, report)
     for manifest in history:
-        for name, component in manifest.components.items():
-            try:
-                if manifest.version == BASE_VERSION:
-                    tables[name] = store.base_digests(name).copy()
-                if name in tables:
-                    _replay_component(store, manifest, name, component, tables, report)
-            except DeltastoreError as error:
-                report.add(error, manifest_key(manifest.version))
-                tables.pop(name, None)  # later versions cannot be judged by it
-            if progress is not None:
-                progress("data", report.bytes_read, total)
+        _replay_version(store, manifest, tables, report)
+        if MODEL in tables:
+            for route in places.get(manifest.version, ()):
+                _replay_route(store, route, tables[MODEL], report)
+        if progress is not None:
+            progress("data", report.bytes_read, total)
+
+
+def _replay_version(store: Store, manifest: Manifest, tables: dict[str, Digests], report: Report) -> None:
+    for name, component in manifest.components.items():
+        try:
+            if manifest.version == BASE_VERSION:
+                tables[name] = store.base_digests(name).copy()
+            if name in tables:
+                _replay_component(store, manifest, name, component, tables, report)
+        except DeltastoreError as error:
+            report.add(error, manifest_key(manifest.version))
+            tables.pop(name, None)  # later versions cannot be judged by it
+
+
+def _replay_route(store: Store, route: Route, table: Digests | None, report: Report) -> None:
+    """Follow a route's chunk digests from those of the version that it starts from; ``None``: from nothing."""
+    key = route_key(route.version, route.attempt_id)
+    schema = store.schema()
+    parts = [_read_part(store, route, MODEL, reference, report) for reference in route.parts]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return
+    after = np.zeros((schema.chunks, store.hash.size), np.uint8) if table is None else table.copy()
+    for part in found:
+        if table is None and (part.encoding != Encoding.FULL).any():
+            report.problems.append(
+                Problem("corrupt-object", part.key, "It belongs to an anchor, but holds differences.")
+            )
+        if table is not None and (table[part.numbers] != part.old_digests).any():
+            hint = f"It does not start from version {route.start}: readers take another way."
+            report.problems.append(Problem("corrupt-object", part.key, hint))
+        after[part.numbers] = part.new_digests
+    if snapshot_id(schema, after, store.hash) != route.snapshot_id:
+        hint = f"It does not lead to version {route.version}: readers take another way."
+        report.problems.append(Problem("corrupt-object", key, hint))
 
 
 def _replay_component(

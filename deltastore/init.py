@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .checkpoint import Checkpoint
-    from .manifest import ObjectRef, Scalar
+    from .manifest import AnchorPolicy, ObjectRef, Scalar
     from .signing import Signer
     from .storage import Backend
 
@@ -57,6 +57,7 @@ def create_stream(
     *,
     hash_name: str = DEFAULT_HASH,
     upload_base: bool = True,
+    anchors: AnchorPolicy | None = None,
     unsafe_skip_probe: bool = False,
     metadata: Mapping[str, Scalar] | None = None,
     signer: Signer | None = None,
@@ -67,11 +68,12 @@ def create_stream(
 ) -> Store:
     """Start a stream from a base checkpoint and return it open; version 0 is its only version.
 
-    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``spool`` is where
-    encoded parts wait on disk. With a ``signer`` every version has to be signed, by it or by one of ``other_signers``
-    (public keys). Raises ``StreamExists`` when the place is taken, and ``StorageError`` when it does not create objects
-    exclusively; nothing is changed then. ``unsafe_skip_probe=True`` does not try that: where it is not kept, two
-    writers may each commit the same version, and one of the two is lost without a word.
+    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``anchors`` says
+    which later versions get anchors of their own. ``spool`` is where encoded parts wait on disk. With a ``signer``
+    every version has to be signed, by it or by one of ``other_signers`` (public keys). Raises ``StreamExists`` when the
+    place is taken, and ``StorageError`` when it does not create objects exclusively; nothing is changed then.
+    ``unsafe_skip_probe=True`` does not try that: where it is not kept, two writers may each commit the same version,
+    and one of the two is lost without a word.
     """
     signers = _signers(signer, other_signers, hash_name)
     refuse_taken(backend)
@@ -106,7 +108,7 @@ def create_stream(
                 metadata=dict(metadata or {}),
                 components=anchor.components,
                 required_features=(SIGNED,) if signers else (),
-                stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas, signers),
+                stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas, anchors, signers),
             )
             data = encode_manifest(manifest, hash_function=hash_function, signer=signer)
         except BaseException:

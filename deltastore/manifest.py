@@ -15,9 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from .digest import HASHES
-from .errors import CorruptObject
+from .errors import CorruptObject, UsageError
 from .record import (
     FORMAT,
+    MAX_VERSION,
     CommitTime,
     Count,
     Digest,
@@ -49,6 +50,7 @@ __all__ = [
     "MAX_STEP",
     "MAX_TABLE_BYTES",
     "MODEL",
+    "AnchorPolicy",
     "Component",
     "LatestHint",
     "Manifest",
@@ -56,6 +58,7 @@ __all__ = [
     "PartRef",
     "Scalar",
     "StreamRecord",
+    "anchor_policy",
     "encode_latest",
     "encode_manifest",
     "manifest_key",
@@ -128,6 +131,36 @@ class Component(msgspec.Struct, frozen=True):
     digests: ObjectRef | None = None
 
 
+class AnchorPolicy(msgspec.Struct, frozen=True):
+    """When a version gets an anchor of its own.
+
+    ``every``: at each multiple of so many versions. ``when``: as soon as the newest version costs a new receiver more
+    than this share of its snapshot's bytes; at least 1, since an anchor itself costs most of that.
+    """
+
+    every: Annotated[int, Meta(ge=1, le=MAX_VERSION)] | None = None
+    when: Annotated[float, Meta(ge=1, le=1e9)] | None = None
+
+    def due(self, version: int, *, cost: int, snapshot_bytes: int) -> bool:
+        """Tell whether ``version``, the newest one, wants an anchor; ``cost``: bytes that a new receiver fetches."""
+        if version == BASE_VERSION:
+            return False
+        on_turn = self.every is not None and version % self.every == 0
+        return on_turn or (self.when is not None and cost > self.when * snapshot_bytes)
+
+
+def anchor_policy(every: int | None, when: float | None) -> AnchorPolicy | None:
+    """Return the policy that these options make, or ``None`` for neither; raises ``UsageError`` outside the limits."""
+    if every is None and when is None:
+        return None
+    try:
+        return msgspec.convert({"every": every, "when": when}, AnchorPolicy)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"The anchor policy cannot be: {error}.", hint="Give a count of versions from 1 on, and a share from 1 on."
+        ) from error
+
+
 class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What holds for the whole stream; stands in the manifest of version 0.
 
@@ -138,6 +171,7 @@ class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     hash: str
     chunk_bytes: Count
     schemas: dict[_Name, ObjectRef]
+    anchors: AnchorPolicy | None = None
     signers: tuple[_PublicKey, ...] = ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,11 @@ from .errors import (
     BaseMismatch,
     CorruptObject,
     ObjectNotFound,
+    SignatureMismatch,
     StorageError,
     StoreNotFound,
     StreamMismatch,
+    UnsupportedFormat,
     UsageError,
     VersionNotFound,
 )
@@ -36,8 +39,10 @@ from .manifest import (
     parse_latest,
     parse_manifest,
 )
-from .plan import check_link, make_plan, versions_needed
+from .plan import check_link
+from .planner import READERS, Planner
 from .record import MAX_VERSION
+from .segment import MAX_SEGMENT_BYTES, parse_segment, segment_key, segment_of
 from .signing import load_public_keys
 from .snapshot import CHUNK_BYTES, Schema, snapshot_id, tensor_digests
 from .spool import read_object
@@ -50,14 +55,17 @@ if TYPE_CHECKING:
     from .digest import Hasher
     from .manifest import Manifest, StreamRecord
     from .plan import Plan
+    from .route import Route
     from .signing import Verifier
     from .snapshot import Digests
     from .storage import Backend
 
 __all__ = ["Store", "open_store"]
 
-#: Small objects read side by side when a whole history is read.
-_READERS = 16
+_log = logging.getLogger("deltastore")
+
+#: A segment is read for so many of its manifests at the least; fewer are read by themselves.
+_WORTH_A_SEGMENT = 20
 #: Manifests kept in memory: enough to follow and to plan, and no more after a million versions.
 _REMEMBERED = 4096
 
@@ -142,6 +150,11 @@ class Store:
         manifest = self._fetch_manifest(version)
         if manifest is None:
             return None
+        self._remember(manifest)
+        return manifest
+
+    def _remember(self, manifest: Manifest) -> None:
+        version = manifest.version
         parent, child = self._recent.get(version - 1), self._recent.get(version + 1)
         if parent is not None:
             check_link(parent, manifest)
@@ -152,7 +165,11 @@ class Store:
             if len(self._recent) > _REMEMBERED:
                 oldest = next(number for number in self._recent if number != BASE_VERSION)
                 del self._recent[oldest]
-        return manifest
+
+    def recent(self, highest: int) -> dict[int, Manifest]:
+        """Return the manifests up to version ``highest`` that are in memory."""
+        with self._lock:
+            return {version: manifest for version, manifest in self._recent.items() if version <= highest}
 
     def _fetch_manifest(self, version: int) -> Manifest | None:
         try:
@@ -224,12 +241,57 @@ class Store:
         raise UsageError(f"{version!r} is no version.", hint="Give a number, latest or tag:NAME.")
 
     def manifests(self, versions: Iterable[int]) -> dict[int, Manifest]:
-        """Read many manifests side by side."""
-        wanted = list(versions)
-        if all(version in self._recent for version in wanted):
-            return {version: self.manifest(version) for version in wanted}
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="manifests") as pool:
-            return dict(zip(wanted, pool.map(self.manifest, wanted), strict=True))
+        """Read many manifests: a thousand at once where there is a log segment, else side by side."""
+        found: dict[int, Manifest] = {}
+        missing: dict[int, list[int]] = {}
+        for version in dict.fromkeys(versions):
+            known = self._recent.get(version)
+            if known is not None:
+                found[version] = known
+            else:
+                missing.setdefault(segment_of(version), []).append(version)
+        if not missing:
+            return found
+        with ThreadPoolExecutor(READERS, thread_name_prefix="manifests") as pool:
+            worth = [first for first, wanted in missing.items() if len(wanted) >= _WORTH_A_SEGMENT]
+            for segment in pool.map(self._read_segment, worth):
+                for manifest in segment:
+                    if manifest.version in missing.get(segment_of(manifest.version), ()):
+                        found[manifest.version] = manifest
+            alone = [version for wanted in missing.values() for version in wanted if version not in found]
+            found.update(zip(alone, pool.map(self.manifest, alone), strict=True))
+        return found
+
+    def _read_segment(self, first: int) -> list[Manifest]:
+        """Return the manifests of a log segment; none when it is absent, damaged, or not of this history."""
+        try:
+            data = self.backend.read(segment_key(first), limit=MAX_SEGMENT_BYTES)
+            manifests = parse_segment(data, first=first, verifier=self.verifier)
+            self._check_neighbours(manifests)
+        except ObjectNotFound:
+            return []
+        except (CorruptObject, SignatureMismatch, StreamMismatch, UnsupportedFormat) as error:
+            _log.warning("A log segment is left out: %s", error)
+            return []
+        for manifest in manifests:
+            self._remember(manifest)
+        return manifests
+
+    def _check_neighbours(self, manifests: list[Manifest]) -> None:
+        """Raise unless the manifests of a segment are those that are known, and follow and precede them."""
+        first, last = manifests[0], manifests[-1]
+        before, after = self._recent.get(first.version - 1), self._recent.get(last.version + 1)
+        if before is not None:
+            check_link(before, first)
+        if after is not None:
+            check_link(last, after)
+        for manifest in manifests:
+            known = self._recent.get(manifest.version, manifest)
+            if known.commit_id != manifest.commit_id or manifest.stream_id != self.stream_id:
+                raise StreamMismatch(
+                    f"{segment_key(first.version)} holds another version {manifest.version} than the store.",
+                    key=segment_key(first.version),
+                )
 
     def log(self, *, last: int | None = None) -> list[Manifest]:
         """Return all manifests, oldest first, each proven to follow the one before.
@@ -249,15 +311,33 @@ class Store:
         return next((entry for entry in reversed(self.log()) if entry.snapshot_id == snapshot_id), None)
 
     def plan(self, start: int | None, end: int) -> Plan:
-        """Return the cheapest route from ``start`` (``None``: from nothing) to ``end``."""
-        self.manifest(end)
-        if start is not None:
-            self.manifest(start)
-        wanted = versions_needed(start, end)
-        known = self.manifests(wanted)
-        for version in wanted[1:]:
-            check_link(known[version - 1], known[version])
-        return make_plan(start, end, known)
+        """Return the cheapest plan from ``start`` (``None``: from nothing) to ``end``.
+
+        Raises ``VersionNotFound`` when no way leads there.
+        """
+        return Planner(self).plan(start, end)
+
+    def anchored(self, versions: range) -> frozenset[int]:
+        """Return which of these versions have an anchor besides the base's."""
+        return Planner(self).anchored(versions)
+
+    # What retention takes away, plans and compactions do without: these four say what, and nothing else knows of it.
+
+    def is_kept(self, version: int) -> bool:  # noqa: ARG002 - nothing forgets versions yet
+        """Tell whether a version may still be asked for, so that routes to and from it are worth making."""
+        return True
+
+    def is_usable(self, route: Route) -> bool:  # noqa: ARG002 - nothing drops routes yet
+        """Tell whether a route of this history may be taken: every one, until retention drops it."""
+        return True
+
+    def keeps_parts(self, version: int) -> bool:  # noqa: ARG002 - nothing forgets versions yet
+        """Tell whether the parts of a version's own manifest are there, to lead to it and back from it."""
+        return True
+
+    def retention_number(self) -> int:
+        """Return the number of the newest retention record; 0 for none."""
+        return 0
 
     # Bytes
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import CorruptObject
-from .manifest import MODEL
-from .part import PartIdentity, parse_part
+from .part import parse_part
 from .patch import Patch, build, seal
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["FETCHERS", "Fetch", "Replayed", "counter", "replay"]
+__all__ = ["FETCHERS", "Fetch", "Replayed", "counter", "open_part", "replay"]
 
 #: Parts downloaded side by side.
 FETCHERS = 4
@@ -70,6 +69,15 @@ def counter(progress: Progress | None, what: str, total: int) -> Callable[[int],
         progress(what, done, total)
 
     return advance
+
+
+def open_part(store: Store, spool: Spool, part: PartRef, step: Step) -> Part:
+    """Return a step's part that was fetched, parsed; raises ``CorruptObject`` unless it is what its record says."""
+    parsed = parse_part(spool.open(part), step.identity, store.schema(), store.hash, key=part.key)
+    ends = (part.first, part.last)
+    if len(parsed) != part.chunks or (parsed.numbers[0], parsed.numbers[-1]) != ends:
+        raise CorruptObject(f"{part.key} does not hold the chunks that its record says.", key=part.key)
+    return parsed
 
 
 class Fetch:
@@ -113,13 +121,7 @@ class Fetch:
         """Return a part, parsed and in its place; raises what its download raised."""
         if part.key not in self._parsed:
             self._futures[part.key].result()
-            identity = PartIdentity(self.store.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
-            schema, data = self.store.schema(), self._spool.open(part)
-            parsed = parse_part(data, identity, schema, self.store.hash, key=part.key)
-            ends = (part.first, part.last)
-            if len(parsed) != part.chunks or (parsed.numbers[0], parsed.numbers[-1]) != ends:
-                raise CorruptObject(f"{part.key} does not hold the chunks that its manifest says.", key=part.key)
-            self._parsed[part.key] = parsed
+            self._parsed[part.key] = open_part(self.store, self._spool, part, step)
         return self._parsed[part.key]
 
     def forget_before(self, number: int) -> None:

@@ -14,6 +14,7 @@ from .manifest import FILES
 from .materialize import DirectoryWriter, sync_directory, write_file
 from .patch import default_workers
 from .places import Places
+from .planner import Planner
 from .reader import check_schema
 from .replay import Fetch, Replayed, counter, replay
 from .snapshot import snapshot_id
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .manifest import Manifest
+    from .plan import Plan
     from .reader import Store
     from .snapshot import ChunkSpan, Digests
 
@@ -139,14 +141,21 @@ def restore(
         raise disk_error(error, directory) from error
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
-    plan = store.plan(source.version if source else None, version)
+    planner = Planner(store)
+    plan = planner.plan(source.version if source else None, version)
     name = os.fsencode(directory.name)[:200].decode("utf-8", "ignore")  # room for what is added
     draft = directory.parent / f".{name}.{secrets.token_hex(4)}.draft"
     spool_directory = draft.with_suffix(".spool")
     try:
-        _make_directory(draft)
-        with Fetch(store, plan, Spool(spool_directory), progress=progress) as fetch:
-            build_checkpoint(fetch, source, draft, workers=threads, progress=progress)
+        spool = Spool(spool_directory)
+
+        def build(plan: Plan) -> None:
+            _remove(draft)
+            _make_directory(draft)
+            with Fetch(store, plan, spool, progress=progress) as fetch:
+                build_checkpoint(fetch, source, draft, workers=threads, progress=progress)
+
+        planner.follow(plan, build)
         try:
             if mode is not None:
                 draft.chmod(mode)

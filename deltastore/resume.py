@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import BaseMismatch, VersionNotFound
-from .manifest import BASE_VERSION, MAX_PART_BYTES, MODEL
-from .part import PartIdentity, parse_part
+from .manifest import BASE_VERSION, MAX_PART_BYTES
+from .part import parse_part
 from .patch import seal
+from .planner import Planner
 from .snapshot import Schema, snapshot_id, tensor_digests
 from .spool import read_object
 from .tensors import is_tied_alias, named_tensors
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from .manifest import Manifest
+    from .plan import Plan
     from .reader import Store
     from .shadow import Shadow
     from .snapshot import Digests, TensorSpec
@@ -77,12 +79,16 @@ def _differing(store: Store, newest: Manifest, digests: Digests) -> tuple[str, .
 
 def _version_digests(store: Store, manifest: Manifest) -> Digests:
     """Return a version's chunk digests, uint8 of shape (chunks, digest size), from the tables on the way to it."""
-    table = store.base_digests().copy()
-    for step in store.plan(BASE_VERSION, manifest.version).steps:
-        identity = PartIdentity(store.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
-        for reference in step.parts:
-            data = read_object(store.backend, reference, limit=MAX_PART_BYTES)
-            part = parse_part(data, identity, store.schema(), store.hash, key=reference.key)
-            table[part.numbers] = part.new_digests
-    seal(store.schema(), store.hash, table, manifest.snapshot_id, key=None)
-    return table
+    planner = Planner(store)
+
+    def follow(plan: Plan) -> Digests:
+        table = store.base_digests().copy()
+        for step in plan.steps:
+            for reference in step.parts:
+                data = read_object(store.backend, reference, limit=MAX_PART_BYTES)
+                part = parse_part(data, step.identity, store.schema(), store.hash, key=reference.key)
+                table[part.numbers] = part.old_digests if step.kind == "inverse" else part.new_digests
+        seal(store.schema(), store.hash, table, manifest.snapshot_id, key=None)
+        return table
+
+    return planner.follow(planner.plan(BASE_VERSION, manifest.version), follow)

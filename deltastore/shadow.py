@@ -2,6 +2,7 @@
 
 Chunks are followed while they are encoded, in the same pass: then the shadow is ahead of the store, until the version
 is committed (``advance``) or given up (``take_back``, out of the attempt's own parts). Nothing is published between.
+While the shadow is ``held`` for somebody who reads it, it is not ahead: it then follows in ``advance`` alone.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Shadow:
         self.schema = schema
         self.digests: Digests = np.zeros((schema.chunks, hash_function.size), np.uint8)
         self.hash = hash_function
-        self._level = level
+        self.level = level
         sizes = np.array([spec.nbytes for spec in schema], np.int64)
         #: Whether each tensor is tiny: compared in batches.
         self.tiny = (sizes <= TINY_BYTES) & (sizes > 0)
@@ -90,6 +91,9 @@ class Shadow:
             self._memory[start : start + size]
             for start, size in zip(self._starts.tolist(), sizes.tolist(), strict=True)
         ]
+        #: Whether somebody reads the committed bytes: then no version is followed before it is committed. Set between
+        #: versions only.
+        self.held = False
         #: Chunks that hold bytes of a version which is not committed yet.
         self._ahead = np.zeros(schema.chunks, bool)
         self._local = threading.local()
@@ -104,32 +108,38 @@ class Shadow:
         if source is None and not plan.steps:
             return
         before = source.digests if source else self.digests
-        read = source.checkpoint.read if source else read_each(self._chunk)
+        read = source.checkpoint.read if source else read_each(self.chunk)
         with Fetch(store, plan, spool) as fetch:
+            if source is None and plan.start is not None:
+                # What is missing or damaged shows before anything changes: then another plan may start from here.
+                for step in plan.steps:
+                    for part in step.parts:
+                        fetch.wait(part, step)
             write = write_each(self._store)
             self.digests = replay(fetch, before=before, read=read, write=write, workers=workers).digests
 
     def take(self, spec: TensorSpec, content: TensorBytes, chunk: int) -> None:
         """Take one chunk of a tensor as it is, and note its digest. May be called from several threads."""
-        data = self._chunk(spec, chunk)
+        data = self.chunk(spec, chunk)
         data[:] = content(*spec.chunk_range(chunk))
         self.digests[self.schema.chunk_number(spec.name, chunk)] = np.frombuffer(self.hash.digest(data), np.uint8)
 
-    def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
+    def chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
+        """Return one chunk's bytes: the committed ones, until ``advance``, while the shadow is ``held``."""
         start, end = spec.chunk_range(chunk)
         return self._tensors[self.schema.position(spec.name)][start:end]
 
     def _store(self, spec: TensorSpec, chunk: int, data: Bytes) -> None:
         if self._device is not None:
             self._device.follow(self.schema.position(spec.name), spec.chunk_range(chunk)[0], data)
-        self._chunk(spec, chunk)[:] = data
+        self.chunk(spec, chunk)[:] = data
 
     # Encoding
 
     def _tools(self) -> threading.local:
         local = self._local
         if not hasattr(local, "encoder"):
-            local.encoder, local.decoder = TakingEncoder(self._level), ChunkDecoder()
+            local.encoder, local.decoder = TakingEncoder(self.level), ChunkDecoder()
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         return local
 
@@ -158,7 +168,7 @@ class Shadow:
         old = self._tensors[position][start:stop]
         if where is not None:
             encoded, new = encoder.change_at(old, given, where, width=spec.width), given
-        elif self._device is not None:  # its copies follow, changed elements only, when the version is committed
+        elif not self._follows:
             encoded = encoder.change(old, given, width=spec.width)
             new = encoder.kept
         else:
@@ -169,6 +179,14 @@ class Shadow:
             return None
         return ChunkRow(position, chunk, encoded, self.digests[number].tobytes(), self.hash.digest(new))
 
+    @property
+    def _follows(self) -> bool:
+        """Whether chunks are followed while they are encoded; else they are when the version is committed.
+
+        Copies on a device are one reason not to: they follow by changed elements only.
+        """
+        return self._device is None and not self.held
+
     def _encode_tiny(self, tiny: Tiny, rows: list[ChunkRow]) -> None:
         tensors, starts = np.array(tiny.positions, np.int64), np.array(tiny.starts, np.int64)
         for width in np.unique(self._widths[tensors]).tolist():
@@ -178,7 +196,7 @@ class Shadow:
     def _encode_width(self, tensors: Array, starts: Array, data: Bytes, width: int, rows: list[ChunkRow]) -> None:
         """Encode tiny tensors of one element width; those of which much changed one by one."""
         numbers, sizes = self.schema.first_chunk[tensors], self._sizes[tensors]
-        if self._device is None:
+        if self._follows:
             changed, ends, payloads = take_tiny(self._memory, data, self._starts[tensors], starts, sizes, width=width)
             self._ahead[numbers] = changed > 0
         else:

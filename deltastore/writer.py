@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from .anchoring import Anchoring
 from .attempt import Attempt
 from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
@@ -48,12 +49,14 @@ from .manifest import (
     Component,
     LatestHint,
     Manifest,
+    anchor_policy,
     encode_latest,
     encode_manifest,
     manifest_key,
     parse_manifest,
 )
 from .patch import default_workers
+from .planner import Planner
 from .reader import store_at
 from .restore import identify
 from .resume import take_weights
@@ -72,7 +75,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from .manifest import Scalar
+    from .manifest import AnchorPolicy, Scalar
     from .reader import Store
     from .snapshot import Digests
 
@@ -132,10 +135,15 @@ class Writer:
     """Publishes the versions of one stream. One writer a stream at a time; one version in flight.
 
     ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is
-    made from ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one,
-    the writer goes on after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream,
-    or ``None`` to take the store's anchor. Memory: one snapshot, a few dozen chunks, 64 MiB of encoded parts; further
-    parts wait on disk in ``spool`` (the system's temporary directory unless given).
+    made from ``base``, a checkpoint directory (``hash_name``, ``upload_base``, and the anchor policy ``anchor_every``
+    and ``anchor_when`` hold for that). Where there is one, the writer goes on after its newest version, with the next
+    epoch; ``base`` then is any checkpoint of the stream, or ``None`` to take the store's anchor. Memory: one snapshot,
+    a few dozen chunks, 64 MiB of encoded parts; further parts wait on disk in ``spool`` (the system's temporary
+    directory unless given).
+
+    ``anchors``: make the anchors that the stream's policy asks for, from the shadow, behind the commits; the next
+    version is encoded and committed meanwhile, but its ``result()`` waits until the anchor is made and the shadow may
+    advance.
 
     ``resume`` says that there must be a stream: none is ever made. With it, ``weights`` may stand for ``base``: what
     the trainer has loaded, a state dict or pairs as for ``publish``, proven by its hash to be a version of the stream.
@@ -161,6 +169,9 @@ class Writer:
         level: str = "fast",
         hash_name: str = DEFAULT_HASH,
         upload_base: bool = True,
+        anchors: bool = False,
+        anchor_every: int | None = None,
+        anchor_when: float | None = None,
         sign_key: str | Path | None = None,
         trusted_keys: Iterable[str | Path] | None = None,
         storage_options: Mapping[str, object] | None = None,
@@ -186,26 +197,31 @@ class Writer:
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
+        self._anchoring: Anchoring | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
         try:
+            policy = anchor_policy(anchor_every, anchor_when)
             try:
                 self.store = store_at(self._backend, trusted_keys=trusted)
             except StoreNotFound:
                 if base is None or resume:
                     raise
-                self.store = self._create(base, hash_name=hash_name, upload_base=upload_base)
+                self.store = self._create(base, hash_name=hash_name, upload_base=upload_base, policy=policy)
             self._check_signer()
             self._open(base, weights, level=level, takeover=takeover)
+            if anchors:
+                self._anchoring = Anchoring(self.store, self._shadow, self._spool, workers=self._workers)
         except BaseException:
             self._release()
             raise
 
-    def _create(self, base: str | Path, *, hash_name: str, upload_base: bool) -> Store:
+    def _create(self, base: str | Path, *, hash_name: str, upload_base: bool, policy: AnchorPolicy | None) -> Store:
         return create_stream(
             self._backend,
             open_checkpoint(base),
             hash_name=hash_name,
             upload_base=upload_base,
+            anchors=policy,
             signer=self._signer,
             workers=self._workers,
             spool=self._spool.directory,
@@ -240,8 +256,9 @@ class Writer:
         self._epoch = self._head.writer_epoch + 1
         if takeover:
             self._take_over()
-        plan = self.store.plan(start, self._head.version)
-        self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
+        planner = Planner(self.store)
+        plan = planner.plan(start, self._head.version)
+        planner.follow(plan, lambda way: self._shadow.load(self.store, way, source, self._spool, workers=self._workers))
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
         warm_up_taking(spec.width for spec in self._schema)
@@ -271,6 +288,11 @@ class Writer:
         """That version's manifest."""
         return self._head
 
+    @property
+    def anchor_error(self) -> BaseException | None:
+        """What the newest anchor that was begun failed with; an anchor's failure never fails a publish."""
+        return self._anchoring.error if self._anchoring is not None else None
+
     def publish(
         self,
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | Checkpoint,
@@ -290,6 +312,7 @@ class Writer:
         started = time.perf_counter()
         fields = _checked_metadata(metadata or {})
         count = _checked_step(step)
+        self._shadow.held = self._anchoring is not None and self._anchoring.busy
         attempt = self._attempt()
         intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
         # From here on the shadow is ahead, until the attempt is committed or given up: whatever interrupts this.
@@ -398,12 +421,16 @@ class Writer:
             raise
 
     def _advance(self, sent: _Sent) -> None:
+        if self._anchoring is not None:
+            self._anchoring.wait()
         with self._sure_of_shadow():
             self._shadow.advance(lambda: sent.attempt.parts(self._schema), sent.digests, workers=self._workers)
             self._head = sent.manifest
             self._begun = self._doubt = None
         sent.attempt.drop()
         self._hint()
+        if self._anchoring is not None:
+            self._anchoring.follow(sent.manifest)
 
     def _hint(self) -> None:
         hint = encode_latest(LatestHint(self.store.stream_id, self._head.version))
@@ -469,6 +496,8 @@ class Writer:
     def _release(self) -> None:
         self._closed = True
         self._committer.shutdown()
+        if self._anchoring is not None:
+            self._anchoring.close()
         self._spool.close()
         close_backend(self._backend)
 

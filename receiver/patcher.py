@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from deltastore.codec.chunk import warm_up
 from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
 from deltastore.manifest import manifest_key
+from deltastore.planner import Planner
 from deltastore.replay import Fetch, counter
 from deltastore.restore import Source, build_checkpoint, identify
 from deltastore.spool import Spool
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltastore.manifest import Manifest
+    from deltastore.plan import Plan
     from deltastore.reader import Store
+    from deltastore.replay import Replayed
 
     from .slots import LiveSlot, Slots
 
@@ -122,22 +125,28 @@ class Patcher:
             return back
         source = self._source or self._first_source()
         start = source.version if source else None
+        planner = Planner(self._store)
         try:
-            plan = self._store.plan(start, target.version)
+            plan = planner.plan(start, target.version)
         except VersionNotFound:
             # A full chunk does not lead back, and a store without an anchor has no other way: the base may have one.
             if source is None or self._base is None:
                 raise
             source = identify(self._store, self._base, workers=self._workers, progress=self._progress)
-            plan = self._store.plan(source.version, target.version)
+            plan = planner.plan(source.version, target.version)
         verified = time.perf_counter()
         spool = Spool(self._slots.parts)
-        try:
+
+        def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Source, Replayed]:
             with Fetch(self._store, plan, spool, progress=self._progress) as fetch:
                 name, directory = self._slots.prepare()
                 built, replayed = build_checkpoint(
                     fetch, source, directory, workers=self._workers, progress=self._progress
                 )
+            return name, plan, built, replayed
+
+        try:
+            name, plan, built, replayed = planner.follow(plan, build)
         except BaseMismatch as error:
             if source is not self._source:
                 raise

@@ -180,7 +180,7 @@ def _warm_up() -> None:
     from deltastore.codec.taking import warm_up_taking  # noqa: PLC0415
     from deltastore.digest import hasher  # noqa: PLC0415
 
-    for name in ("init", "publish", "log", "show", "plan", "restore", "check", "keygen"):
+    for name in ("init", "publish", "log", "show", "plan", "restore", "check", "anchor", "compact", "keygen"):
         import_module(f"deltastore.cli.{name}")
     for name in ("run", "once", "status", "cache", "verify"):
         import_module(f"receiver.cli.{name}")
@@ -188,6 +188,7 @@ def _warm_up() -> None:
         "deltastore.fork",
         "deltastore.writer",
         "deltastore.fsck",
+        "deltastore.compact",
         "receiver.daemon",
         "receiver.status",
         "receiver.cache_server",

@@ -46,6 +46,7 @@ from deltastore.manifest import (
 )
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.record import MAX_VERSION
+from deltastore.route import Route, encode_route, parse_route, route_part_key
 from deltastore.snapshot import CHUNK_BYTES, DTYPES, Schema, TensorSpec
 
 if TYPE_CHECKING:
@@ -445,17 +446,56 @@ def _resealed(line: bytes) -> bytes:
     return b"%b\n%b\n" % (line, XXH3.of(line).encode())
 
 
-def _manifest_case(damage: Damage) -> bytes:
+def _record_case(damage: Damage, make: Callable[[Damage], bytes]) -> bytes:
     kind = damage.random.randrange(4)
     if kind == 0:
         return _resealed(damage.bytes(1500)) if damage.random.random() < 0.7 else damage.bytes(3000)
-    valid = _valid_manifest(damage)
+    valid = make(damage)
     line = valid.split(b"\n")[0]
     if kind == 1:
-        return _resealed(damage.damaged(line, _valid_manifest(damage)))
+        return _resealed(damage.damaged(line, make(damage)))
     if kind == 2:
         return _resealed(json.dumps(damage.tree(json.loads(line)), separators=(",", ":")).encode())
-    return damage.damaged(valid, _valid_manifest(damage))
+    return damage.damaged(valid, make(damage))
+
+
+def _valid_route(damage: Damage) -> bytes:
+    start = damage.random.choice((None, 0, 3))
+    attempt, digest = "3" * 32, XXH3.of(b"x")
+    parts = tuple(
+        PartRef(route_part_key(start)(7, attempt, f"model-{i:05d}.safetensors"), 99, digest, 3, 3 * i, 3 * i + 2)
+        for i in range(damage.random.randrange(3))
+    )
+    route = Route(
+        format=1,
+        stream_id="1" * 32,
+        attempt_id=attempt,
+        kind="anchor" if start is None else "skip",
+        version=7,
+        created_at="2026-01-02T03:04:05.678Z",
+        commit_id="2" * 32,
+        snapshot_id=digest,
+        start=start,
+        start_commit_id=None if start is None else "4" * 32,
+        parts=parts,
+        changed_elements=17,
+        invertible=start is not None,
+    )
+    return encode_route(route, hash_function=XXH3)
+
+
+def _attempt_route(data: bytes) -> bool:
+    try:
+        with _memory_within(200 * len(data) + (512 << 10)):
+            route = parse_route(data, version=7, attempt_id="3" * 32)
+    except (CorruptObject, UnsupportedFormat) as error:
+        return _refused(error)
+    again = parse_route(encode_route(route, hash_function=XXH3), version=7, attempt_id="3" * 32)
+    assert again == route
+    assert (route.kind == "skip") == (route.start is not None)
+    prefix = route_part_key(route.start)(7, "3" * 32, "model-")
+    assert all(part.key.startswith(prefix) for part in route.parts)
+    return True
 
 
 def _attempt_manifest(data: bytes) -> bool:
@@ -572,7 +612,8 @@ def _valid_latest(damage: Damage) -> bytes:
 DECODERS = (
     *(_chunks(encoding) for encoding in (SPARSE, DENSE, FULL, CONTEXTUAL)),
     Decoder("part", _part_case, len, _attempt_part),
-    Decoder("manifest", _manifest_case, len, _attempt_manifest),
+    Decoder("manifest", lambda damage: _record_case(damage, _valid_manifest), len, _attempt_manifest),
+    Decoder("route", lambda damage: _record_case(damage, _valid_route), len, _attempt_route),
     Decoder("schema", lambda damage: _json_case(damage, _valid_schema), len, _attempt_schema),
     Decoder("header", _header_case, len, _attempt_header),
     Decoder("latest", lambda damage: _json_case(damage, _valid_latest), len, _attempt_latest),

@@ -159,8 +159,8 @@ def test_a_part_that_holds_other_chunks_than_its_manifest_says_is_refused(histor
     part = step.parts[0]
     for changes in ({"first": part.first + 1}, {"last": part.last + 1}, {"chunks": part.chunks - 1}):
         wrong = msgspec.structs.replace(part, **changes)
-        model = msgspec.structs.replace(step.manifest.model, parts=(wrong, *step.parts[1:]))
-        manifest = msgspec.structs.replace(step.manifest, components={"model": model})
+        model = msgspec.structs.replace(step.record.model, parts=(wrong, *step.parts[1:]))
+        manifest = msgspec.structs.replace(step.record, components={"model": model})
         forged = type(plan)(plan.start, plan.end, plan.snapshot_id, (type(step)("delta", manifest),))
         source = identify(store, history[0] / "base", workers=2)
         with pytest.raises(CorruptObject) as caught:
@@ -174,11 +174,11 @@ def test_a_part_without_a_row_is_refused(history, tmp_path) -> None:
     store = open_store(history[0] / "store")
     plan = store.plan(0, 1)
     step = plan.steps[0]
-    identity = PartIdentity(store.stream_id, 1, step.manifest.attempt_id, "model")
+    identity = PartIdentity(store.stream_id, 1, step.record.attempt_id, "model")
     data = build_part([], identity, digest_size=store.hash.size)
     wrong = msgspec.structs.replace(step.parts[0], size=len(data), digest=store.hash.of(data))
-    model = msgspec.structs.replace(step.manifest.model, parts=(wrong,))
-    manifest = msgspec.structs.replace(step.manifest, components={"model": model})
+    model = msgspec.structs.replace(step.record.model, parts=(wrong,))
+    manifest = msgspec.structs.replace(step.record, components={"model": model})
     forged = type(plan)(plan.start, plan.end, plan.snapshot_id, (type(step)("delta", manifest),))
     spool = Spool(tmp_path / "parts")
     spool.put(data, wrong.digest)

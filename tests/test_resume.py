@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 import training
 
+import deltastore.attempt
+import deltastore.compact
+import deltastore.planner
+import deltastore.replay
 import deltastore.writer
 from deltastore import Writer, open_store
+from deltastore.compact import anchor, compact
 from deltastore.errors import (
     BaseMismatch,
     CommitInDoubt,
@@ -24,7 +31,8 @@ from deltastore.errors import (
     WriterFenced,
 )
 from deltastore.fsck import check
-from deltastore.manifest import manifest_key
+from deltastore.manifest import Manifest, manifest_key
+from deltastore.plan import cheapest
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import Effect, Fault, FaultyBackend
 
@@ -107,6 +115,52 @@ def test_a_writer_goes_on_from_whatever_its_machine_has(start, version, url, sna
         assert writer.publish(snapshots[3]).result().version == 3
     whole(url, tmp_path, snapshots)
     assert [manifest.writer_epoch for manifest in open_store(url).log()] == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("damage", [False, True])
+@pytest.mark.parametrize("anchored", [False, True])
+def test_weights_behind_go_by_routes_and_past_damaged_ones(damage, anchored, url, snapshots, monkeypatch):
+    """They are in the shadow alone: a route that cannot be followed must not have changed them."""
+    monkeypatch.setattr(deltastore.compact, "SPANS", () if anchored else (2,))
+    monkeypatch.setattr(deltastore.attempt, "_PART_BYTES", 1000)
+    monkeypatch.setattr(deltastore.replay, "_LEAST_WINDOW_CHUNKS", 1)
+    route = anchor(open_store(url), 2) if anchored else compact(open_store(url)).routes[0]
+    if anchored:  # so that the anchor is the cheaper way
+        monkeypatch.setattr(deltastore.planner, "cheapest", dearest_deltas)
+    assert len(route.parts) > 2
+    if damage:
+        path = url / route.parts[-1].key
+        path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    with Writer(url, resume=True, weights=snapshots[0]) as writer:
+        assert writer.version == 2
+        writer.publish(snapshots[3]).result()
+    assert open_store(url).restore(3, url.parent / "three").version == 3
+    training.assert_holds(url.parent / "three", snapshots[3])
+
+
+def dearest_deltas(start, end, known, routes, **options):
+    """Find ways as if a delta cost more than an anchor does."""
+    heavy = {version: msgspec.structs.replace(manifest) for version, manifest in known.items()}
+    for version, manifest in heavy.items():
+        if version:
+            parts = [msgspec.structs.replace(part, size=64 << 20) for part in manifest.model.parts]
+            model = msgspec.structs.replace(manifest.model, parts=tuple(parts))
+            heavy[version] = msgspec.structs.replace(manifest, components={"model": model})
+    hops = cheapest(start, end, heavy, routes, **options)
+    return hops and tuple(
+        dataclasses.replace(hop, record=known[hop.record.version]) if isinstance(hop.record, Manifest) else hop
+        for hop in hops
+    )
+
+
+def test_the_tensors_that_differ_are_named_by_way_of_routes(url, snapshots, monkeypatch):
+    monkeypatch.setattr(deltastore.compact, "SPANS", (2,))
+    compact(open_store(url))
+    for number in (0, 1):
+        for path in (url / "parts" / f"{number + 1:010d}").rglob("model-*"):
+            path.unlink()
+    with pytest.raises(BaseMismatch, match=r"tensors differ from version 2"):
+        Writer(url, resume=True, weights=snapshots[3])
 
 
 def test_there_must_be_a_stream(tmp_path, snapshots):

@@ -17,13 +17,19 @@ from cryptography.hazmat.primitives.asymmetric import ed448, ed25519
 from hypothesis import given
 from hypothesis import strategies as st
 
+import deltastore.compact
+import deltastore.reader
+import deltastore.segment
 from deltastore import Writer, open_checkpoint, open_store
+from deltastore.compact import anchor, compact
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, DeltastoreError, SignatureMismatch, UsageError
 from deltastore.fsck import check
 from deltastore.init import create_stream
 from deltastore.manifest import Manifest, encode_manifest, manifest_key, parse_base, parse_manifest
 from deltastore.record import encode_record, parse_record
+from deltastore.route import route_key
+from deltastore.segment import parse_segment, segment_key
 from deltastore.signing import Signer, Verifier, generate_key, load_public_key
 from deltastore.storage.local import LocalBackend
 
@@ -222,6 +228,56 @@ def test_going_back_to_an_older_head_is_no_forgery(store):
     """Signatures do not tell that something newer was there; a receiver that had it does."""
     manifest_path(store, 2).unlink()
     assert open_store(store, trusted_keys=[PUBLIC]).latest().version == 1
+
+
+def test_routes_need_no_signature_and_one_that_is_not_right_is_refused(store, made, tmp_path, monkeypatch):
+    """Whoever compacts has no key: what a route leads to is proven against the signed manifests."""
+    monkeypatch.setattr(deltastore.compact, "SPANS", (2,))
+    (skip,) = compact(open_store(store, trusted_keys=[PUBLIC])).routes
+    made_anchor = anchor(open_store(store, trusted_keys=[PUBLIC]), 1)
+    assert made_anchor is not None
+
+    def steps(start, end):
+        return [step.kind for step in open_store(store, trusted_keys=[PUBLIC]).plan(start, end).steps]
+
+    assert steps(0, 2) == ["skip"]
+    assert check(LocalBackend(store), trusted_keys=frozenset({PUBLIC}), read_data=True).ok
+    open_store(store, trusted_keys=[PUBLIC]).restore(2, tmp_path / "restored", base=made[0] / "base")
+    training.assert_holds(tmp_path / "restored", made[1][2])
+
+    path = store / route_key(skip.version, skip.attempt_id)
+    line, digest = path.read_bytes().splitlines()
+    for kind, key, taken in [
+        ("route", signer(), True),
+        ("route", signer(OTHER_PRIVATE), False),
+        ("tag", signer(), False),
+    ]:
+        path.write_bytes(line + b"\n" + digest + b"\n" + key.sign(kind, line) + b"\n")
+        assert steps(0, 2) == (["skip"] if taken else ["delta", "delta"])
+        found = check(LocalBackend(store), trusted_keys=frozenset({PUBLIC})).problems
+        assert [problem.key for problem in found] == ([] if taken else [route_key(skip.version, skip.attempt_id)])
+
+
+def test_a_log_segment_of_a_signed_stream_is_taken_with_its_signatures_only(store, monkeypatch):
+    for module in (deltastore.segment, deltastore.compact):
+        monkeypatch.setattr(module, "SEGMENT_VERSIONS", 3)
+    monkeypatch.setattr(deltastore.reader, "_WORTH_A_SEGMENT", 1)
+    monkeypatch.setattr(deltastore.compact, "SPANS", ())
+    assert compact(open_store(store, trusted_keys=[PUBLIC])).segments == (0,)
+    stored = [manifest_path(store, version).read_bytes() for version in range(3)]
+    assert [
+        entry.version
+        for entry in parse_segment((store / segment_key(0)).read_bytes(), first=0, verifier=Verifier({PUBLIC}))
+    ] == [0, 1, 2]
+    forged(manifest_path(store, 1), lambda fields: fields.update(step=9), signer(OTHER_PRIVATE))
+    data = deltastore.segment.build_segment([stored[0], manifest_path(store, 1).read_bytes(), stored[2]])
+    (store / segment_key(0)).write_bytes(data)
+    manifest_path(store, 1).write_bytes(stored[1])
+    with pytest.raises(SignatureMismatch):
+        parse_segment(data, first=0, verifier=Verifier({PUBLIC}))
+    assert [entry.step for entry in open_store(store, trusted_keys=[PUBLIC]).log()] == [None, 1, 2]
+    found = check(LocalBackend(store), trusted_keys=frozenset({PUBLIC})).problems
+    assert [problem.kind for problem in found] == ["signature-mismatch"]
 
 
 def test_a_signature_has_no_place_in_a_stream_that_is_not_signed(tmp_path):

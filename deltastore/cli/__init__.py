@@ -16,6 +16,8 @@ _VERBS = {
     "plan": "Show the cheapest route to a version.",
     "restore": "Build a version as a checkpoint directory.",
     "check": "Check a store for damage.",
+    "anchor": "Store a version whole, so that new receivers start there.",
+    "compact": "Add skip deltas, anchors and log segments for those far behind.",
     "probe": "Try whether a place keeps what a store needs.",
     "keygen": "Make a key that signs a stream.",
 }

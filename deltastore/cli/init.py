@@ -35,6 +35,13 @@ __all__ = ["command"]
     "--hash", "hash_name", type=click.Choice(["xxh3-128", "blake3"]), help="Default: xxh3-128, or that of --from."
 )
 @click.option("--upload-base/--no-upload-base", default=True, help="Store the base as anchor 0.", show_default=True)
+@click.option("--anchor-every", type=click.IntRange(min=1), metavar="N", help="An anchor at each Nth version.")
+@click.option(
+    "--anchor-when",
+    type=click.FloatRange(min=1),
+    metavar="F",
+    help="An anchor when the newest version costs a new receiver more than F times its snapshot's bytes.",
+)
 @click.option(
     "--unsafe-skip-probe",
     is_flag=True,
@@ -71,6 +78,8 @@ def _made(
     trusted_keys: tuple[str, ...] | None,
     hash_name: str | None,
     upload_base: bool,
+    anchor_every: int | None,
+    anchor_when: float | None,
     unsafe_skip_probe: bool,
     sign_key: str | None,
     signers: tuple[str, ...],
@@ -79,10 +88,12 @@ def _made(
     from deltastore.digest import DEFAULT_HASH  # noqa: PLC0415
     from deltastore.fork import fork_stream  # noqa: PLC0415
     from deltastore.init import create_stream  # noqa: PLC0415
+    from deltastore.manifest import anchor_policy  # noqa: PLC0415
     from deltastore.reader import open_store  # noqa: PLC0415
     from deltastore.signing import Signer, load_public_key  # noqa: PLC0415
     from deltastore.storage import open_backend  # noqa: PLC0415
 
+    anchors = anchor_policy(anchor_every, anchor_when)
     with progress_bar() as progress:
         if source is not None:
             forked = open_store(source[0], storage_options=source_options, trusted_keys=trusted_keys)
@@ -93,6 +104,7 @@ def _made(
                 base=base,
                 hash_name=hash_name,
                 upload_base=upload_base,
+                anchors=anchors,
                 unsafe_skip_probe=unsafe_skip_probe,
                 sign_key=sign_key,
                 other_signers=signers,
@@ -110,6 +122,7 @@ def _made(
             open_checkpoint(base),
             hash_name=hash_name or DEFAULT_HASH,
             upload_base=upload_base,
+            anchors=anchors,
             unsafe_skip_probe=unsafe_skip_probe,
             signer=Signer.load(sign_key) if sign_key is not None else None,
             other_signers=[load_public_key(key) for key in signers],

@@ -28,7 +28,9 @@ def command(
 ) -> None:
     """List the versions, oldest first."""
     opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
-    records = [version_record(manifest) for manifest in opened.log(last=last)]
+    history = opened.log(last=last)
+    anchored = opened.anchored(range(history[0].version, history[-1].version + 1))
+    records = [version_record(manifest, anchored=manifest.version in anchored) for manifest in history]
     if as_lines:
         import msgspec  # noqa: PLC0415 - only where JSON is asked for
 
@@ -46,7 +48,7 @@ def command(
                 f"{record['ratio']:.2%}",
                 record["created_at"][:19] + "Z",
                 record["snapshot_id"].split(":")[1][:16],
-                "base" + (", anchor" if record["anchored"] else "") if record["kind"] == "base" else "delta",
+                record["kind"] + (", anchor" if record["anchored"] else ""),
             )
             for record in records
         ]

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
 
     from deltastore.manifest import Manifest
     from deltastore.plan import Plan
+    from deltastore.route import Route
 
-__all__ = ["human_bytes", "plan_record", "table", "version_record"]
+__all__ = ["human_bytes", "plan_record", "route_record", "table", "version_record"]
 
 
-def version_record(manifest: Manifest) -> dict[str, Any]:
-    """Return one version's documented fields."""
+def version_record(manifest: Manifest, *, anchored: bool = False) -> dict[str, Any]:
+    """Return one version's documented fields; ``anchored``: whether it has an anchor besides the base's."""
     model = manifest.model
     return {
         "version": manifest.version,
@@ -32,7 +33,7 @@ def version_record(manifest: Manifest) -> dict[str, Any]:
         "stored_bytes": manifest.stored_bytes,
         "snapshot_bytes": model.snapshot_bytes,
         "ratio": manifest.stored_bytes / model.snapshot_bytes if model.snapshot_bytes else 0.0,
-        "anchored": manifest.anchored,
+        "anchored": anchored or manifest.anchored,
         "tags": [],
         "metadata": manifest.metadata,
     }
@@ -48,6 +49,18 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             for step in plan.steps
         ],
         "stored_bytes": plan.stored_bytes,
+    }
+
+
+def route_record(route: Route) -> dict[str, Any]:
+    """Return a route's documented fields."""
+    return {
+        "kind": route.kind,
+        "from": route.start,
+        "to": route.version,
+        "stored_bytes": route.stored_bytes,
+        "invertible": route.invertible,
+        "attempt_id": route.attempt_id,
     }
 
 

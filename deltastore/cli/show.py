@@ -36,7 +36,8 @@ def command(
     """Show one version."""
     opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     manifest = opened.resolve(version)
-    record = version_record(manifest)
+    anchored = opened.anchored(range(manifest.version, manifest.version + 1))
+    record = version_record(manifest, anchored=bool(anchored))
     record["stream_id"] = manifest.stream_id
     record["attempt_id"] = manifest.attempt_id
     record["invertible"] = manifest.model.invertible

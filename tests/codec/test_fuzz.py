@@ -8,7 +8,7 @@ import tracemalloc
 import fuzzing
 import pytest
 
-#: For each of the nine decoders: about a million in all.
+#: For each of the ten decoders: about a million in all.
 BYTES = int(os.environ.get("DELTASTORE_FUZZ_BYTES", "120000"))
 
 

@@ -34,6 +34,7 @@ SECTIONS = {
     "memory": {"memory": {"case", "bytes", "writer_peak", "writer_extra", "receiver_peak"}},
     "scale": {"scale": {"bytes", "tensors", "publish_seconds", "publish_gbps", "patch_seconds", "patch_gbps"}},
     "tiny": {"tiny": {"tensors", "bytes", "publish_seconds", "publish_us", "patch_seconds", "patch_us"}},
+    "routes": {"routes": {"way", "steps", "stored_bytes", "share", "objects", "plan_seconds", "build_seconds"}},
     "storage": {"storage": {"client", "call", "object_bytes", "bytes", "gbps", "cpu_seconds_per_gb"}},
     "gpu": {},
 }
