@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, open_checkpoint
     from .errors import DeltastoreError
+    from .fork import fork_stream
     from .reader import Store, open_store
     from .writer import Publication, Published, Writer
 
@@ -21,6 +22,7 @@ __all__ = [
     "Store",
     "Writer",
     "__version__",
+    "fork_stream",
     "open_checkpoint",
     "open_store",
 ]
@@ -34,6 +36,7 @@ _HOMES = {
     "Published": "writer",
     "Store": "reader",
     "Writer": "writer",
+    "fork_stream": "fork",
     "open_checkpoint": "checkpoint",
     "open_store": "reader",
 }

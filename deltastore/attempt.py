@@ -1,4 +1,7 @@
-"""One try to publish a version: encoded chunks become parts, spooled on disk and uploaded while encoding goes on."""
+"""One try to publish a version: encoded chunks become parts, uploaded while encoding goes on.
+
+Parts are kept until the version's fate is known: in memory up to a fixed budget, in the spool from there on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .part import PartIdentity, build_part, parse_part
 from .snapshot import Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from .digest import Hasher
     from .part import ChunkRow, Part
@@ -24,25 +27,52 @@ __all__ = ["Attempt"]
 
 #: A part is closed when its payload reaches this many bytes: with its table it stays well below the format's 64 MiB.
 _PART_BYTES = 16 << 20
+#: The first parts are closed earlier, so that a small version too is on its way while it is encoded; each later one
+#: may have a quarter of all bytes before it.
+_FIRST_PART_BYTES = 1 << 20
+_PART_GROWTH = 4
 #: A part is closed at this many rows too: tables of tiny tensors count.
 _PART_ROWS = 1 << 18
+#: Parts that one attempt keeps in memory, in bytes.
+_MEMORY_BYTES = 64 << 20
 _UPLOADERS = 4
 
 
 class Attempt:
-    """Collects one version's parts. Used from one thread; uploads run in others."""
+    """Collects one version's parts, or one route's. Used from one thread; uploads run in others.
 
-    def __init__(self, backend: Backend, spool: Spool, *, stream_id: str, version: int, hash_function: Hasher) -> None:
+    ``key_of`` names the attempt's objects: (version, attempt id, name) to key. ``keep_parts=False`` frees a part as
+    soon as it is uploaded; until then it waits on disk, never in memory.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        spool: Spool,
+        *,
+        stream_id: str,
+        version: int,
+        hash_function: Hasher,
+        key_of: Callable[[int, str, str], str] = part_key,
+        keep_parts: bool = True,
+    ) -> None:
         self.attempt_id = secrets.token_hex(16)
         self.version = version
         self._backend = backend
         self._spool = spool
         self._stream_id = stream_id
         self._hash = hash_function
+        self._key_of = key_of
+        self._keep_parts = keep_parts
         self._component = MODEL
         self._schema = Schema(())
+        #: Rows of no part yet; those up to ``_counted`` belong to the open one, with ``_payload_bytes`` together.
         self._rows: list[ChunkRow] = []
+        self._counted = 0
         self._payload_bytes = 0
+        self._closed_bytes = 0
+        self._memory: dict[str, bytes] = {}
+        self._memory_bytes = 0
         self._parts: dict[str, list[PartRef]] = {}
         self._objects: list[str] = []
         self._uploads: list[Future[None]] = []
@@ -58,42 +88,63 @@ class Attempt:
 
     def add(self, rows: Iterable[ChunkRow]) -> None:
         """Append encoded chunks of the component; full parts leave for the store at once."""
-        for row in rows:
-            self._rows.append(row)
-            self._payload_bytes += len(row.encoded.payload)
-            if self._payload_bytes >= _PART_BYTES or len(self._rows) >= _PART_ROWS:
+        self.keep(rows)
+        while self._counted < len(self._rows):
+            self._payload_bytes += len(self._rows[self._counted].encoded.payload)
+            self._counted += 1
+            if self._payload_bytes >= self._part_bytes() or self._counted >= _PART_ROWS:
                 self._close_part()
+
+    def keep(self, rows: Iterable[ChunkRow]) -> None:
+        """Append encoded chunks for ``parts`` to tell of, and do nothing else that might fail."""
+        self._rows += rows
 
     def end(self) -> tuple[PartRef, ...]:
         """Close the component's open part, if any; returns all its parts."""
-        if self._rows:
+        if self._counted:
             self._close_part()
         return tuple(self._parts[self._component])
 
+    def _part_bytes(self) -> int:
+        return min(_PART_BYTES, max(_FIRST_PART_BYTES, self._closed_bytes // _PART_GROWTH))
+
     def _close_part(self) -> None:
         parts = self._parts[self._component]
-        data = build_part(self._rows, self._identity(self._component), digest_size=self._hash.size)
-        numbers = [int(self._schema.first_chunk[row.tensor]) + row.chunk for row in self._rows]
+        rows = self._rows[: self._counted]
+        data = build_part(rows, self._identity(self._component), digest_size=self._hash.size)
+        numbers = self._schema.first_chunk[[row.tensor for row in rows]] + [row.chunk for row in rows]
         reference = PartRef(
             key=self._key(f"{self._component}-{len(parts):05d}.safetensors"),
             size=len(data),
             digest=self._hash.of(data),
             chunks=len(numbers),
-            first=min(numbers),
-            last=max(numbers),
+            first=int(numbers.min()),
+            last=int(numbers.max()),
         )
-        self._spool.put(data, reference.digest)
+        if self._keep_parts and self._memory_bytes + len(data) <= _MEMORY_BYTES:
+            self._memory[reference.key] = data
+            self._memory_bytes += len(data)
+        else:
+            self._spool.put(data, reference.digest)
         parts.append(reference)
+        self._closed_bytes += self._payload_bytes
+        self._rows = self._rows[self._counted :]
+        self._counted = self._payload_bytes = 0
         self._uploads.append(self._pool.submit(self._upload, reference))
-        self._rows, self._payload_bytes = [], 0
 
     def _key(self, name: str) -> str:
-        key = part_key(self.version, self.attempt_id, name)
+        key = self._key_of(self.version, self.attempt_id, name)
         self._objects.append(key)
         return key
 
     def _upload(self, reference: PartRef) -> None:
-        self._backend.write(reference.key, self._spool.open(reference))
+        self._backend.write(reference.key, self._read(reference))
+        if not self._keep_parts:
+            self._spool.remove(reference)
+
+    def _read(self, reference: PartRef) -> bytes | memoryview:
+        data = self._memory.get(reference.key)
+        return self._spool.open(reference) if data is None else data
 
     def put_object(self, name: str, data: bytes) -> ObjectRef:
         """Store an object of the attempt that is no part (a schema, a digest table) and return its reference."""
@@ -107,15 +158,17 @@ class Attempt:
             upload.result()
         self._pool.shutdown()
 
-    def spooled_parts(self, schema: Schema, component: str = MODEL) -> list[Part]:
-        """Return the component's parts as the store has them, read from the spool."""
-        return [
-            parse_part(self._spool.open(reference), self._identity(component), schema, self._hash, key=reference.key)
-            for reference in self._parts.get(component, [])
-        ]
+    def parts(self, schema: Schema, component: str = MODEL) -> list[Part]:
+        """Return the component's parts as the store has them, and the open one if it is this component's."""
+        identity = self._identity(component)
+        kept = [(self._read(reference), reference.key) for reference in self._parts.get(component, [])]
+        if self._rows and component == self._component:
+            kept.append((build_part(self._rows, identity, digest_size=self._hash.size), "the open part"))
+        return [parse_part(data, identity, schema, self._hash, key=key) for data, key in kept]
 
-    def drop_spool(self) -> None:
-        """Free the disk that the parts took."""
+    def drop(self) -> None:
+        """Free the memory and the disk that the parts took."""
+        self._rows, self._memory = [], {}
         for parts in self._parts.values():
             for reference in parts:
                 self._spool.remove(reference)
@@ -126,4 +179,4 @@ class Attempt:
         for key in self._objects:
             with suppress(DeltastoreError):  # an orphan does no harm: no manifest names it, and gc finds it
                 self._backend.delete(key)
-        self.drop_spool()
+        self.drop()

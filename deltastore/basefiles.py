@@ -10,7 +10,7 @@ from .checkpoint import is_safe_path
 from .errors import CorruptObject, VersionNotFound
 from .manifest import BASE_VERSION, MAX_PART_BYTES, manifest_key
 from .part import PartIdentity, parse_part
-from .patch import Patch
+from .patch import Patch, write_each
 from .spool import read_object
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def read_base_files(store: Store, component: str) -> dict[str, bytes]:
         start, end = spec.chunk_range(chunk)
         files[spec.name][start:end] = data
 
-    def read(spec: TensorSpec, chunk: int) -> Bytes:
-        raise AssertionError(f"an anchor reads nothing, but wanted chunk {chunk} of {spec.name}")
+    def read(*_: object) -> None:
+        raise AssertionError("an anchor reads nothing")
 
-    patch.run(read, write, everything=True, workers=1)
+    patch.run(read, write_each(write), everything=True, workers=1)
     return {name: data.tobytes() for name, data in files.items()}

@@ -8,6 +8,7 @@ map.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,14 @@ import numpy as np
 
 from .container import Header, header_size, parse_header
 from .errors import CheckpointError, CorruptObject
+from .places import Places
 from .snapshot import ChunkRun, Schema, TensorSpec, chunk_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from .digest import Hasher
-    from .snapshot import Digests
+    from .snapshot import ChunkSpan, Digests
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -69,12 +71,18 @@ class Checkpoint:
             self.schema = layout.schema()
         except CorruptObject as error:
             raise CheckpointError(f"The checkpoint {directory} cannot be used: {error}", key=str(directory)) from error
-        self._maps = {file.name: self._map(file) for file in layout.files}
-        self._places = {
-            placed.spec.name: (file.name, placed.start, placed.end)
-            for file in layout.files
-            for placed in file.header.tensors
-        }
+        self.places = Places([file.header for file in layout.files], self.schema)
+        self._maps = self._map_files()
+
+    def moved(self, directory: Path) -> Checkpoint:
+        """Open another directory that is known to have the same layout and the same other files."""
+        other = copy(self)
+        other.directory = directory
+        other._maps = other._map_files()  # noqa: SLF001 - one of this class
+        return other
+
+    def _map_files(self) -> list[Bytes]:
+        return [self._map(file) for file in self.layout.files]
 
     def _map(self, file: WeightFile) -> Bytes:
         path = self.directory / file.name
@@ -85,19 +93,25 @@ class Checkpoint:
                     key=str(path),
                     hint="Wait until it is saved whole, or save it again.",
                 )
-            return np.memmap(path, np.uint8, "r")
+            return np.asarray(np.memmap(path, np.uint8, "r"))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
 
     def tensor(self, name: str) -> Bytes:
         """Return a tensor's bytes: uint8 of shape (nbytes,), a read-only view."""
-        file, start, end = self._places[name]
-        return np.asarray(self._maps[file])[start:end]
+        position = self.schema.position(name)
+        file, start = self.places.tensor(position)
+        return self._maps[file][start : start + self.schema.tensors[position].nbytes]
 
     def chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
         """Return one chunk's bytes: uint8, a read-only view."""
         start, end = spec.chunk_range(chunk)
         return self.tensor(spec.name)[start:end]
+
+    def read(self, span: ChunkSpan, out: Bytes) -> None:
+        """Copy the bytes of a span's chunks to their places in ``out`` (uint8)."""
+        for file, offset, start, stop in self.places.stretches(span):
+            np.copyto(out[start:stop], self._maps[file][offset : offset + stop - start])
 
     def digests(
         self, hash_function: Hasher, *, workers: int = 1, progress: Callable[[int], object] | None = None

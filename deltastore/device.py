@@ -286,11 +286,11 @@ class DeviceShadow:
                 self._release(tensor)
 
     def _write(self, target: torch.Tensor, old: Bytes, new: Bytes, width: int) -> None:
-        positions = np.empty(new.size // width, np.int32)
+        positions = np.empty(new.size // width + 4, np.int32)
         count = kernels.list_changes(_read_only(old, width), _read_only(new, width), positions)
         bus = self._bus(target.device)
         with bus.computing():
-            if count * _WHOLE_SHARE > positions.size:
+            if count * _WHOLE_SHARE * width > new.size:
                 target.copy_(torch.from_numpy(new))
             else:
                 where = torch.from_numpy(positions[:count]).to(target.device).long()

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import VersionNotFound
-from .follow import on_plan
-from .manifest import BASE_VERSION, MAX_PART_BYTES, MODEL
-from .part import PartIdentity, parse_part
+from .manifest import BASE_VERSION, MAX_PART_BYTES
+from .part import parse_part
+from .planner import Planner
+from .route import Route
 from .spool import read_object
 
 if TYPE_CHECKING:
@@ -66,20 +67,20 @@ class _Reader:
 
     def parts(self, step: Step) -> Iterator[Part]:
         """Yield a step's parts."""
-        identity = PartIdentity(self._store.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
         for reference in step.parts:
             data = read_object(self._store.backend, reference, limit=MAX_PART_BYTES)
             self._done += len(data)
             if self._progress is not None:
                 self._progress("read", self._done, self._total)
-            yield parse_part(data, identity, self._store.schema(), self._store.hash, key=reference.key)
+            yield parse_part(data, step.identity, self._store.schema(), self._store.hash, key=reference.key)
 
 
 def diff(store: Store, start: int, end: int, *, progress: Progress | None = None) -> Difference:
     """Tell what changed from ``start`` to ``end``. Raises ``VersionForgotten`` when either was let go."""
     store.standing(start)
     reader = _Reader(store, progress)
-    return on_plan(store, start, end, lambda plan: _along(store, plan, reader))
+    planner = Planner(store)
+    return planner.follow(planner.plan(start, end), lambda plan: _along(store, plan, reader))
 
 
 def _along(store: Store, plan: Plan, reader: _Reader) -> Difference:
@@ -128,7 +129,7 @@ def _digests(store: Store, version: int, reader: _Reader) -> Digests:
     reader.expect(plan)
     table: np.ndarray[Any, np.dtype[np.uint8]] = store.base_digests().copy()
     for step in plan.steps:
-        if step.kind == "anchor" and step.route is None:
+        if step.kind == "anchor" and not isinstance(step.record, Route):
             continue  # the base's table says as much
         for part in reader.parts(step):
             table[part.numbers] = part.old_digests if step.kind == "inverse" else part.new_digests

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AccessDenied",
     "BaseMismatch",
     "CheckpointError",
     "CommitInDoubt",
@@ -19,6 +20,7 @@ __all__ = [
     "ObjectExists",
     "ObjectNotFound",
     "PublishError",
+    "SignatureMismatch",
     "SlotError",
     "StorageError",
     "StoreNotFound",
@@ -77,6 +79,17 @@ class StorageError(DeltastoreError):
         super().__init__(message, key=key, hint=hint)
         if transient is not None:
             self.transient = transient
+
+
+class AccessDenied(StorageError):
+    """The store refuses who we are: credentials that are wrong, have expired, or may not do this.
+
+    Not transient: asking again at once does not help. What runs for long keeps what it has and asks again now and
+    then, so that it goes on by itself once the credentials are renewed.
+    """
+
+    kind = "access-denied"
+    transient = False
 
 
 class ObjectNotFound(StorageError):
@@ -172,6 +185,13 @@ class StreamMismatch(DeltastoreError):
     """The store holds another stream than the one the local state belongs to."""
 
     kind = "stream-mismatch"
+    exit_code = 12
+
+
+class SignatureMismatch(DeltastoreError):
+    """A record without a valid signature by a key that is trusted: this is not the stream that the keys belong to."""
+
+    kind = "signature-mismatch"
     exit_code = 12
 
 

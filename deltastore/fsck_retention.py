@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from .errors import CorruptObject, DeltastoreError, VersionNotFound
 from .manifest import MODEL
 from .retention import RETENTION_PREFIX, Standing, check_successor, numbers, retention_key
-from .route import ROUTES_PREFIX, list_routes
 from .tags import read_tag, tag_key, tag_names, tagged_manifest
 
 if TYPE_CHECKING:
@@ -28,29 +27,15 @@ _KEY = re.compile(r"retention/(\d{10})\.json\Z", re.ASCII)
 
 
 def check_retention(
-    store: Store, history: Sequence[Manifest], sizes: Mapping[str, int], note: Note
-) -> tuple[Standing, list[Route]]:
-    """Check records, tags, and that every part of a route that stays is there; returns what stays, and those routes.
+    store: Store, history: Sequence[Manifest], routes: Sequence[Route], sizes: Mapping[str, int], note: Note
+) -> Standing:
+    """Check records and tags, and that what they keep is there; returns what stays.
 
-    ``sizes``: of the objects below ``parts/``. ``note`` takes a problem's kind, key, and hint.
+    ``sizes``: of the objects below ``parts/`` and ``routes/``. ``note`` takes a problem's kind, key, and hint.
     """
-    try:
-        routes = list_routes(store)
-    except DeltastoreError as error:
-        note(error.kind, error.key or ROUTES_PREFIX, str(error))
-        routes = []
     record = _check_records(store, history, routes, note)
-    there = {info.key: info.size for info in store.backend.list(ROUTES_PREFIX)}
-    objects = {**sizes, **there}
-    tags = [tag for tag in _check_tags(store, note) if _is_whole(tag, record, history, routes, objects, note)]
-    standing = Standing(record, tags)
-    stays = [route for route in routes if standing.keeps_route(route)]
-    for route in stays:
-        for part in route.parts:
-            if there.get(part.key) != part.size:
-                hint = f"The route {route.attempt_id} to version {route.version} needs it, with {part.size} bytes."
-                note("missing-object" if part.key not in there else "wrong-size", part.key, hint)
-    return standing, stays
+    tags = [tag for tag in _check_tags(store, note) if _is_whole(tag, record, history, routes, sizes, note)]
+    return Standing(record, tags)
 
 
 def _check_records(store: Store, history: Sequence[Manifest], routes: Sequence[Route], note: Note) -> Retention | None:

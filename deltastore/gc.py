@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from .clock import now
 from .commit import commit
-from .errors import CommitInDoubt, CorruptObject, ObjectNotFound, VersionConflict, VersionNotFound
+from .errors import CommitInDoubt, CorruptObject, ObjectNotFound, SignatureMismatch, VersionConflict, VersionNotFound
 from .manifest import BASE_VERSION
+from .planner import READERS, Planner, read_route
 from .policy import PlannedAnchor, choose
 from .record import FORMAT
 from .retention import MAX_RETENTION_BYTES, Retention, Standing, encode_retention, numbers, ranges, retention_key
-from .route import MAX_ROUTE_BYTES, ROUTES_PREFIX, Route, encode_route, list_routes, read_route, route_key
-from .tags import read_tags
+from .route import MAX_ROUTE_BYTES, ROUTES_PREFIX, Route, encode_route, route_key
+from .tags import read_standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,6 +119,8 @@ class _Situation:
     history: list[Manifest]
     routes: list[Route]
     tags: list[Tag]
+    #: Routes that were listed, but cannot be used.
+    unusable: frozenset[str]
     refused: frozenset[str] = frozenset()
 
     @property
@@ -264,10 +267,11 @@ def _is_newest(store: Store, record: Retention | None) -> bool:
 
 
 def _read_situation(store: Store) -> _Situation:
-    record = store.retention()
-    tags = read_tags(store)
-    routes = list_routes(store)
-    return _Situation(record, store.log(), routes, tags)
+    standing, tags = read_standing(store)
+    history = store.log()
+    planner = Planner(store)
+    routes = planner.read_all()
+    return _Situation(standing.record, history, routes, tags, planner.left_out)
 
 
 def _anchor_worth_making(
@@ -301,6 +305,12 @@ def _unsound_routes(store: Store, situation: _Situation, choice: Choice, progres
         if tag.version <= situation.newest and tag.version not in kept and before.keeps(tag.version)
         for attempt_id in tag.routes
     }
+    if lost := tagged & situation.unusable:
+        raise CorruptObject(
+            f"The route {min(lost)} cannot be read, and a tag needs it.",
+            key=ROUTES_PREFIX,
+            hint="Run `deltastore check` on the store; set the tag again to keep its version by another way.",
+        )
     unsound = set()
     for route in situation.routes:
         if route.attempt_id not in (tagged | set(choice.routes)) - listed:
@@ -326,15 +336,18 @@ def collect(
     whoever is at work. Raises ``CorruptObject``, with nothing removed, when a record or tag is damaged (it may be what
     keeps something), and ``StreamMismatch`` when the store was replaced meanwhile.
     """
-    # The order matters: a tag set after this record is seen by its setter to be too late, one set before is seen here.
-    record = store.retention()
-    standing = Standing(record, read_tags(store))
+    standing, _ = read_standing(store)
     doomed = [*_doomed_parts(store, standing)]
     attempts = _route_attempts(store.backend.list(ROUTES_PREFIX))
     young = 0
     last: list[Doomed] = []  # the records of routes, after all their parts
-    for (version, attempt_id), objects in attempts.items():
-        verdict = _judge_route(store, standing, version, attempt_id, objects, grace=grace, dry_run=dry_run)
+
+    def judge(attempt: tuple[int, str]) -> str:
+        return _judge_route(store, standing, *attempt, attempts[attempt], grace=grace, dry_run=dry_run)
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="routes") as pool:
+        verdicts = list(pool.map(judge, attempts))
+    for objects, verdict in zip(attempts.values(), verdicts, strict=True):
         young += verdict == "young"
         if verdict in {"dropped", "abandoned"}:
             for name, info in objects.items():
@@ -404,11 +417,12 @@ def _judge_route(
         if dry_run or _close(store, version, attempt_id):
             return "abandoned"
         return "kept"  # finished, or closed by another collector, at this very moment: the next one sees to it
-    except CorruptObject:
+    except (CorruptObject, SignatureMismatch):
         return "kept"  # damage is what `check` reports; nothing is removed on its word
     if route.kind == "abandoned":
         return "abandoned"
-    return "kept" if standing.keeps_route(route) else "dropped"
+    ours = route.stream_id == store.stream_id
+    return "dropped" if ours and not standing.keeps_route(route) else "kept"
 
 
 def _is_young(store: Store, objects: Mapping[str, ObjectInfo], grace: float) -> bool:
@@ -428,7 +442,7 @@ def _is_young(store: Store, objects: Mapping[str, ObjectInfo], grace: float) -> 
 def _close(store: Store, version: int, attempt_id: str) -> bool:
     """Create an attempt's record as abandoned, so that its maker never can; tells whether that was done."""
     try:
-        manifest = store.manifest(version)
+        store.manifest(version)
     except VersionNotFound:
         return False  # a route to nowhere: nothing says what it is
     route = Route(
@@ -436,15 +450,7 @@ def _close(store: Store, version: int, attempt_id: str) -> bool:
         stream_id=store.stream_id,
         attempt_id=attempt_id,
         kind="abandoned",
-        start=None,
-        start_commit_id=None,
         version=version,
-        commit_id=manifest.commit_id,
-        snapshot_id=manifest.snapshot_id,
-        parts=(),
-        changed_elements=0,
-        invertible=False,
-        retention=0,
         created_at=now(),
     )
     data = encode_route(route, hash_function=store.hash)

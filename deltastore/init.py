@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from .codec.chunk import ChunkEncoder
 from .commit import commit
 from .container import build_header
 from .digest import DEFAULT_HASH, Hasher, hasher
-from .errors import ObjectExists, ObjectNotFound, StorageError, StreamExists, VersionConflict
+from .errors import ObjectNotFound, StreamExists, UsageError, VersionConflict
 from .manifest import (
     BASE_VERSION,
     FILES,
@@ -31,22 +30,25 @@ from .manifest import (
 )
 from .part import ChunkRow
 from .patch import default_workers, run_in_order
+from .probe import require_exclusive_creation
 from .reader import Store
+from .signing import SIGNED, Verifier
 from .snapshot import CHUNK_BYTES, ChunkRun, Schema, TensorSpec, chunk_batches, snapshot_id
 from .spool import TemporarySpool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from .checkpoint import Checkpoint
-    from .manifest import ObjectRef
+    from .manifest import AnchorPolicy, ObjectRef, Scalar
+    from .signing import Signer
     from .storage import Backend
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Content = Callable[[TensorSpec, int], Bytes]
 
-__all__ = ["create_stream"]
+__all__ = ["create_stream", "refuse_taken"]
 
 
 def create_stream(
@@ -55,17 +57,28 @@ def create_stream(
     *,
     hash_name: str = DEFAULT_HASH,
     upload_base: bool = True,
+    anchors: AnchorPolicy | None = None,
+    unsafe_skip_probe: bool = False,
+    metadata: Mapping[str, Scalar] | None = None,
+    signer: Signer | None = None,
+    other_signers: Iterable[str] = (),
     workers: int | None = None,
     spool: Path | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Store:
     """Start a stream from a base checkpoint and return it open; version 0 is its only version.
 
-    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``spool`` is where
-    encoded parts wait on disk. Raises ``StreamExists`` when the place is taken; nothing is changed then.
+    ``upload_base=False`` stores only digests: then every receiver needs its own copy of the base. ``anchors`` says
+    which later versions get anchors of their own. ``spool`` is where encoded parts wait on disk. With a ``signer``
+    every version has to be signed, by it or by one of ``other_signers`` (public keys). Raises ``StreamExists`` when the
+    place is taken, and ``StorageError`` when it does not create objects exclusively; nothing is changed then.
+    ``unsafe_skip_probe=True`` does not try that: where it is not kept, two writers may each commit the same version,
+    and one of the two is lost without a word.
     """
-    _refuse_taken(backend)
-    _refuse_untrustworthy(backend)
+    signers = _signers(signer, other_signers, hash_name)
+    refuse_taken(backend)
+    if not unsafe_skip_probe:
+        require_exclusive_creation(backend)
     hash_function = hasher(hash_name)
     stream_id = secrets.token_hex(16)
     with TemporarySpool(spool) as parts:
@@ -92,10 +105,12 @@ def create_stream(
                 attempt_id=attempt.attempt_id,
                 writer_epoch=1,
                 created_at=now(),
+                metadata=dict(metadata or {}),
                 components=anchor.components,
-                stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas),
+                required_features=(SIGNED,) if signers else (),
+                stream=StreamRecord(hash_name, CHUNK_BYTES, anchor.schemas, anchors, signers),
             )
-            data = encode_manifest(manifest, hash_function=hash_function)
+            data = encode_manifest(manifest, hash_function=hash_function, signer=signer)
         except BaseException:
             attempt.abandon()
             raise
@@ -105,8 +120,22 @@ def create_stream(
             attempt.abandon()
             raise _taken(backend) from error
         # Whatever else ends the commit, an interruption too, leaves it in doubt: the parts may be needed, and stay.
-        attempt.drop_spool()
-    return Store(backend, manifest)
+        attempt.drop()
+    return Store(backend, manifest, Verifier(signers) if signers else None)
+
+
+def _signers(signer: Signer | None, others: Iterable[str], hash_name: str) -> tuple[str, ...]:
+    """Return the public keys that may sign; none for a stream that is not signed."""
+    keys = {signer.public_key} if signer is not None else set()
+    if signer is None and any(True for _ in others):
+        raise UsageError("Only a stream that is signed has signers.", hint="Give the key that signs its base.")
+    if keys and hash_name != "blake3":
+        raise UsageError(
+            f"A signed stream needs blake3: whoever wants to can make other bytes with the same {hash_name}, "
+            "and the signature would hold for both.",
+            hint="Make the stream with --hash blake3.",
+        )
+    return tuple(sorted(keys.union(others)))
 
 
 def _taken(backend: Backend) -> StreamExists:
@@ -115,38 +144,13 @@ def _taken(backend: Backend) -> StreamExists:
     )
 
 
-def _refuse_taken(backend: Backend) -> None:
+def refuse_taken(backend: Backend) -> None:
+    """Raise ``StreamExists`` when a place holds a stream already."""
     try:
         backend.read(manifest_key(BASE_VERSION), limit=MAX_MANIFEST_BYTES)
     except ObjectNotFound:
         return
     raise _taken(backend)
-
-
-def _refuse_untrustworthy(backend: Backend) -> None:
-    """Refuse a place where an exclusive creation overwrites: two writers would each believe that they had won."""
-    key = f"probes/{secrets.token_hex(16)}"
-    try:
-        backend.create(key, b"first")
-        try:
-            backend.create(key, b"second")
-        except ObjectExists:
-            kept = True
-        except StorageError:
-            kept = backend.read(key, limit=16) == b"first"
-        else:
-            kept = False
-        backend.delete(key)
-    except BaseException:
-        with suppress(StorageError):  # what went wrong before is what has to be told
-            backend.delete(key)
-        raise
-    if not kept:
-        raise StorageError(
-            f"{backend.url} does not create objects exclusively.",
-            key=backend.url,
-            hint="Use a local directory or an S3 service with conditional writes.",
-        )
 
 
 class _Anchor:

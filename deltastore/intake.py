@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .codec import Encoding
 from .errors import PublishError
+from .shadow import ALIGNMENT, Tiny
 from .snapshot import CHUNK_BYTES
-from .tensors import is_tied_alias, is_tied_partner
+from .tensors import DeviceBytes, HostBytes, is_tied_alias, is_tied_partner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,13 +22,56 @@ if TYPE_CHECKING:
     from .part import ChunkRow
     from .shadow import Run, Shadow
     from .snapshot import Digests, Schema
-    from .tensors import TensorInput
+    from .tensors import TensorBytes, TensorInput
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 __all__ = ["Intake"]
 
 #: Work is handed to threads in batches of about this many bytes, however small the tensors are.
 _BATCH_BYTES = 8 << 20
 _RUN_CHUNKS = _BATCH_BYTES // CHUNK_BYTES
+#: A batch has at most so many tiny tensors, and so many bytes of them.
+_TINY_TENSORS = 2048
+_TINY_BYTES = 1 << 20
+
+#: The C library's, called with the GIL: to let go of it for a few bytes costs far more than they do.
+_copy = ctypes.PyDLL(None).memmove
+_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy.restype = ctypes.c_void_p
+
+
+class _Batch:
+    """Work for one thread: runs of chunks, and copies of tiny tensors."""
+
+    __slots__ = ("_address", "_end", "nbytes", "runs", "tiny")
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.tiny: Tiny | None = None
+        self.nbytes = 0
+        self._address = self._end = 0
+
+    def copy(self, position: int, content: TensorBytes, size: int) -> None:
+        """Take a tiny tensor's bytes: it may change from now on."""
+        if self.tiny is None:
+            self.tiny = Tiny([], [], np.empty(_TINY_BYTES, np.uint8))
+            self._address = self.tiny.data.ctypes.data
+        start = self._end
+        self._end = start + -(-size // ALIGNMENT) * ALIGNMENT
+        if type(content) is HostBytes:
+            _copy(self._address + start, content.address, size)
+        else:
+            self.tiny.data[start : start + size] = content(0, size)
+        self.tiny.positions.append(position)
+        self.tiny.starts.append(start)
+        self.nbytes += size
+
+    def has_room(self, size: int) -> bool:
+        """Tell whether a tiny tensor of so many bytes can be taken."""
+        return self.tiny is None or (
+            self._end + size + ALIGNMENT <= _TINY_BYTES and len(self.tiny.positions) < _TINY_TENSORS
+        )
 
 
 class Intake:
@@ -40,61 +85,75 @@ class Intake:
         self._attempt = attempt
         self._workers = workers
         self._digests: Digests = shadow.digests.copy()
+        self._tiny = shadow.tiny.tolist()
         self._seen: set[str] = set()
         self._problems: list[tuple[str, str]] = []
         self._aliases: list[tuple[TensorInput, list[bytes]]] = []
-        self._batch: list[Run] = []
-        self._batch_bytes = 0
+        self._batch = _Batch()
         self._running: deque[Future[list[ChunkRow]]] = deque()
         self._pool: ThreadPoolExecutor | None = None
 
     def take(self, tensors: Iterable[TensorInput], *, reusable: bool) -> None:
-        """Encode tensors. Unless ``reusable``, each one is finished before the next is asked for."""
+        """Encode tensors. Unless ``reusable``, nothing of one is read any more once the next is asked for."""
         with ThreadPoolExecutor(self._workers, thread_name_prefix="encode") as pool:
             self._pool = pool
             try:
                 for tensor in tensors:
-                    if self._admit(tensor):
-                        self._encode(tensor)
-                    if not reusable:
+                    if self._admit(tensor) and self._add(tensor) and not reusable:
                         self._drain()
                 self._drain()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    def leave(self) -> None:
+        """Hand the attempt what an interrupted ``take`` encoded last, so that all of it can be taken back."""
+        wait(self._running)
+        while self._running:
+            encoded = self._running.popleft()
+            if not encoded.cancelled() and encoded.exception() is None:
+                self._attempt.keep(encoded.result())
+
     def _admit(self, tensor: TensorInput) -> bool:
         """Check one tensor against the schema; after the first problem only checks go on, so that all are named."""
-        name = tensor.spec.name
-        if name not in self._schema:
+        spec = tensor.spec
+        name = spec.name
+        wanted = self._schema.get(name)
+        if wanted is None:
             if is_tied_alias(name):
                 self._aliases.append((tensor, self._hash_alias(tensor)))
             else:
                 self._problems.append((name, f"{name} is unknown"))
             return False
-        wanted = self._schema[name]
         if name in self._seen:
             self._problems.append((name, f"{name} comes twice"))
-        elif (wanted.dtype, wanted.shape) != (tensor.spec.dtype, tensor.spec.shape):
-            found = f"{tensor.spec.dtype}{list(tensor.spec.shape)}"
+        elif spec is not wanted and (wanted.dtype, wanted.shape) != (spec.dtype, spec.shape):
+            found = f"{spec.dtype}{list(spec.shape)}"
             self._problems.append((name, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}"))
         self._seen.add(name)
         return not self._problems
 
-    def _encode(self, tensor: TensorInput) -> None:
-        spec = self._schema[tensor.spec.name]
-        position = self._schema.position(spec.name)
+    def _add(self, tensor: TensorInput) -> bool:
+        """Put a tensor into the batch; tells whether its own memory will still be read."""
+        position = self._schema.position(tensor.spec.name)
+        if self._tiny[position] and type(tensor.bytes) is not DeviceBytes:
+            if not self._batch.has_room(tensor.spec.nbytes):
+                self._submit()
+            self._batch.copy(position, tensor.bytes, tensor.spec.nbytes)
+            return False
+        spec = self._schema.tensors[position]
         for first in range(0, spec.chunks, _RUN_CHUNKS):
             end = min(first + _RUN_CHUNKS, spec.chunks)
-            self._batch.append((position, tensor.bytes, first, end))
-            self._batch_bytes += spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES
-            if self._batch_bytes >= _BATCH_BYTES:
+            self._batch.runs.append((position, tensor.bytes, first, end))
+            self._batch.nbytes += spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES
+            if self._batch.nbytes >= _BATCH_BYTES:
                 self._submit()
+        return True
 
     def _submit(self) -> None:
-        if self._batch and self._pool is not None:
-            self._running.append(self._pool.submit(self._shadow.encode, self._batch))
-            self._batch, self._batch_bytes = [], 0
+        if self._batch.nbytes and self._pool is not None:
+            self._running.append(self._pool.submit(self._shadow.encode, self._batch.runs, self._batch.tiny))
+            self._batch = _Batch()
         while len(self._running) > 2 * self._workers:
             self._collect()
 
@@ -104,13 +163,17 @@ class Intake:
             self._collect()
 
     def _collect(self) -> None:
-        rows = self._running.popleft().result()
-        for row in rows:
-            number = int(self._schema.first_chunk[row.tensor]) + row.chunk
-            self._digests[number] = np.frombuffer(row.new_digest, np.uint8)
-            self.changed_elements += row.encoded.changed
-            self.invertible &= row.encoded.encoding != Encoding.FULL
+        rows = self._running[0].result()
+        self._running.popleft()
         self._attempt.add(rows)
+        if not rows:
+            return
+        tensors = np.array([row.tensor for row in rows], np.int64)
+        numbers = self._schema.first_chunk[tensors] + np.array([row.chunk for row in rows], np.int64)
+        digests = np.frombuffer(b"".join([row.new_digest for row in rows]), np.uint8)
+        self._digests[numbers] = digests.reshape(len(rows), -1)
+        self.changed_elements += sum([row.encoded.changed for row in rows])
+        self.invertible &= Encoding.FULL not in {row.encoded.encoding for row in rows}
 
     def _hash_alias(self, tensor: TensorInput) -> list[bytes]:
         return [

@@ -8,27 +8,32 @@ section 6, lists every field.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from .digest import HASHES
-from .errors import CorruptObject
+from .errors import CorruptObject, UsageError
 from .record import (
     FORMAT,
+    MAX_VERSION,
     CommitTime,
     Count,
     Digest,
     Identifier,
     Key,
     VersionNumber,
+    decode_json,
     encode_record,
     parse_record,
 )
+from .signing import SIGNED, Verifier
 
 if TYPE_CHECKING:
     from .digest import Hasher
+    from .signing import Signer
     from .storage.base import Buffer
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "MAX_STEP",
     "MAX_TABLE_BYTES",
     "MODEL",
+    "AnchorPolicy",
     "Component",
     "LatestHint",
     "Manifest",
@@ -52,16 +58,18 @@ __all__ = [
     "PartRef",
     "Scalar",
     "StreamRecord",
+    "anchor_policy",
     "encode_latest",
     "encode_manifest",
     "manifest_key",
+    "parse_base",
     "parse_latest",
     "parse_manifest",
     "part_key",
 ]
 
 #: Required features that this release knows; an object that lists another one is refused.
-FEATURES: frozenset[str] = frozenset()
+FEATURES: frozenset[str] = frozenset({SIGNED})
 
 BASE_VERSION = 0
 LATEST_KEY = "LATEST"
@@ -81,6 +89,7 @@ FILES, HEADERS = "files", "headers"
 
 Scalar = str | int | float | bool | None
 
+_PublicKey = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,62}\Z")]
 
 
@@ -122,15 +131,48 @@ class Component(msgspec.Struct, frozen=True):
     digests: ObjectRef | None = None
 
 
-class StreamRecord(msgspec.Struct, frozen=True):
+class AnchorPolicy(msgspec.Struct, frozen=True):
+    """When a version gets an anchor of its own.
+
+    ``every``: at each multiple of so many versions. ``when``: as soon as the newest version costs a new receiver more
+    than this share of its snapshot's bytes; at least 1, since an anchor itself costs most of that.
+    """
+
+    every: Annotated[int, Meta(ge=1, le=MAX_VERSION)] | None = None
+    when: Annotated[float, Meta(ge=1, le=1e9)] | None = None
+
+    def due(self, version: int, *, cost: int, snapshot_bytes: int) -> bool:
+        """Tell whether ``version``, the newest one, wants an anchor; ``cost``: bytes that a new receiver fetches."""
+        if version == BASE_VERSION:
+            return False
+        on_turn = self.every is not None and version % self.every == 0
+        return on_turn or (self.when is not None and cost > self.when * snapshot_bytes)
+
+
+def anchor_policy(every: int | None, when: float | None) -> AnchorPolicy | None:
+    """Return the policy that these options make, or ``None`` for neither; raises ``UsageError`` outside the limits."""
+    if every is None and when is None:
+        return None
+    try:
+        return msgspec.convert({"every": every, "when": when}, AnchorPolicy)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"The anchor policy cannot be: {error}.", hint="Give a count of versions from 1 on, and a share from 1 on."
+        ) from error
+
+
+class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What holds for the whole stream; stands in the manifest of version 0.
 
-    ``schemas`` names the schema object of each component.
+    ``schemas`` names the schema object of each component; ``signers`` are the public keys that may sign, none in a
+    stream that is not signed.
     """
 
     hash: str
     chunk_bytes: Count
     schemas: dict[_Name, ObjectRef]
+    anchors: AnchorPolicy | None = None
+    signers: tuple[_PublicKey, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -181,9 +223,9 @@ class LatestHint(msgspec.Struct, frozen=True):
     version: VersionNumber
 
 
-def encode_manifest(manifest: Manifest, *, hash_function: Hasher) -> bytes:
-    """Return a manifest as it is stored: its canonical JSON, and the digest of that line."""
-    return encode_record(manifest, hash_function=hash_function)
+def encode_manifest(manifest: Manifest, *, hash_function: Hasher, signer: Signer | None = None) -> bytes:
+    """Return a manifest as it is stored: its canonical JSON, the digest of that line, and a signature if it has one."""
+    return encode_record(manifest, hash_function=hash_function, signer=signer, kind="manifest")
 
 
 def encode_latest(hint: LatestHint) -> bytes:
@@ -201,17 +243,59 @@ def part_key(version: int, attempt_id: str, name: str) -> str:
     return f"parts/{version:010d}/{attempt_id}/{name}"
 
 
-def parse_manifest(data: Buffer, *, version: int) -> Manifest:
+def parse_manifest(data: Buffer, *, version: int, verifier: Verifier | None = None) -> Manifest:
     """Parse the manifest found under the key of ``version``; everything in it is checked.
 
-    Raises ``UnsupportedFormat`` for a format or feature of a later release, ``CorruptObject`` for anything else.
+    ``verifier``: that of a signed stream. Raises ``SignatureMismatch`` for a signature that it does not take,
+    ``UnsupportedFormat`` for a format or feature of a later release, ``CorruptObject`` for anything else.
     """
     key = manifest_key(version)
-    manifest, own_digest = parse_record(data, Manifest, key=key, features=FEATURES)
-    problem = _problem(manifest, version) or _hash_problem(manifest, own_digest)
+    manifest, own_digest = parse_record(data, Manifest, key=key, features=FEATURES, kind="manifest", verifier=verifier)
+    problem = (
+        _problem(manifest, version)
+        or _hash_problem(manifest, own_digest)
+        or _signing_problem(manifest, own_digest, signed=verifier is not None)
+    )
     if problem:
         raise CorruptObject(f"{key} is damaged: {problem}.", key=key)
     return manifest
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    signers: tuple[_PublicKey, ...] = ()
+
+
+class _Claims(msgspec.Struct, frozen=True):
+    stream: _Claim | None = None
+
+
+def parse_base(data: Buffer, *, trusted_keys: frozenset[str] | None = None) -> tuple[Manifest, Verifier | None]:
+    """Parse version 0's manifest; returns it, and what verifies the other records of its stream if that is signed.
+
+    With ``trusted_keys`` only signatures by those of them that are the stream's signers are taken, and a stream that is
+    not signed is refused. Without, the stream's own word for its signers is taken: it finds accidents and no forgery.
+    """
+    claimed: frozenset[str] = frozenset()
+    with suppress(CorruptObject):  # said below of the whole manifest, or that it is of a later format
+        claims = decode_json(bytes(data).partition(b"\n")[0], _Claims, manifest_key(BASE_VERSION))
+        claimed = frozenset(claims.stream.signers if claims.stream is not None else ())
+    if not claimed and trusted_keys is None:
+        return parse_manifest(data, version=BASE_VERSION), None
+    verifier = Verifier(claimed if trusted_keys is None else claimed & trusted_keys)
+    return parse_manifest(data, version=BASE_VERSION, verifier=verifier), verifier
+
+
+def _signing_problem(manifest: Manifest, own_digest: str, *, signed: bool) -> str | None:
+    """Say what a signed stream's manifest lacks, or what another's has too much."""
+    if (SIGNED in manifest.required_features) != signed:
+        return "it does not say that it is signed, but its stream is" if signed else "it says that it is signed"
+    if signed and not own_digest.startswith("blake3:"):
+        return "it is signed, but its hash is not blake3"
+    if manifest.stream is not None:
+        signers = manifest.stream.signers
+        if bool(signers) != signed or len(set(signers)) != len(signers):
+            return "it names no signers, or one twice, or some although it is not signed"
+    return None
 
 
 def _problem(manifest: Manifest, version: int) -> str | None:

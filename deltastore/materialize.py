@@ -1,20 +1,22 @@
 """Writing a checkpoint directory: files laid out by their headers, filled chunk by chunk, made durable.
 
 Everything is written with pwrite into space reserved beforehand: a full disk is an error with a name, not a dead
-process.
+process. What is written goes to the disk while more is written, so that little is left to wait for at the end.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from .digest import DEFAULT_HASH, hasher
-from .snapshot import CHUNK_BYTES
 from .spool import disk_error
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
@@ -22,13 +24,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from .checkpoint import Layout
-    from .snapshot import TensorSpec
+    from .places import Places
+    from .snapshot import ChunkSpan
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 __all__ = ["DirectoryWriter", "sync_directory", "write_all", "write_file"]
 
 _LONG_NAME = 240
+#: So much is written before it is sent to the disk: enough for long writes, little to wait for at the end.
+_FLUSH_BYTES = 32 << 20
 
 
 def write_all(descriptor: int, data: Any, offset: int) -> None:
@@ -75,23 +80,26 @@ class DirectoryWriter:
     ``write`` may be called from several threads.
     """
 
-    def __init__(self, directory: Path, layout: Layout) -> None:
+    def __init__(self, directory: Path, layout: Layout, places: Places) -> None:
         self._directory = directory
         self._layout = layout
+        self._places = places
         self._open = ExitStack()
-        self._places: dict[str, tuple[int, int, Path]] = {}
-        self._descriptors: list[tuple[int, Path]] = []
+        self._files: list[tuple[int, Path]] = []
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
+        self._lock = threading.Lock()
+        self._unflushed: set[int] = set()
+        self._unflushed_bytes = 0
+        self._flushing: Future[None] | None = None
 
     def __enter__(self) -> Self:
         try:
             for file in self._layout.files:
                 self._create(file.name, file.header_bytes, file.header.file_size)
-                descriptor, path = self._descriptors[-1]
-                for placed in file.header.tensors:
-                    self._places[placed.spec.name] = (descriptor, placed.start, path)
         except BaseException:
             self._open.close()
             raise
+        self._open.callback(self._flusher.shutdown, cancel_futures=True)  # the first to go: it uses the files
         return self
 
     def __exit__(
@@ -108,19 +116,41 @@ class DirectoryWriter:
             write_all(descriptor, header, 0)
         except OSError as error:
             raise disk_error(error, path) from error
-        self._descriptors.append((descriptor, path))
+        self._files.append((descriptor, path))
 
-    def write(self, spec: TensorSpec, chunk: int, data: Bytes) -> None:
-        """Write one chunk of one tensor to its place."""
-        descriptor, start, path = self._places[spec.name]
-        try:
-            write_all(descriptor, data, start + chunk * CHUNK_BYTES)
-        except OSError as error:
-            raise disk_error(error, path) from error
+    def write(self, span: ChunkSpan, data: Bytes) -> None:
+        """Write the chunks of a span, back to back in ``data``, to their places."""
+        for file, offset, start, stop in self._places.stretches(span):
+            descriptor, path = self._files[file]
+            try:
+                write_all(descriptor, data[start:stop], offset)
+            except OSError as error:
+                raise disk_error(error, path) from error
+            self._flush_in_time(file, stop - start)
+
+    def _flush_in_time(self, file: int, nbytes: int) -> None:
+        with self._lock:
+            self._unflushed.add(file)
+            self._unflushed_bytes += nbytes
+            if self._unflushed_bytes >= _FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
+                if self._flushing is not None:
+                    self._flushing.result()
+                files, self._unflushed, self._unflushed_bytes = self._unflushed, set(), 0
+                self._flushing = self._flusher.submit(self._flush, files)
+
+    def _flush(self, files: set[int]) -> None:
+        for file in sorted(files):
+            descriptor, path = self._files[file]
+            try:
+                os.fdatasync(descriptor)
+            except OSError as error:
+                raise disk_error(error, path) from error
 
     def sync(self) -> None:
         """Make everything written so far durable, the directory's entries included."""
-        for descriptor, path in self._descriptors:
+        if self._flushing is not None:
+            self._flushing.result()  # what it could not write, the system will not report again
+        for descriptor, path in self._files:
             try:
                 os.fsync(descriptor)
             except OSError as error:

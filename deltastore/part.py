@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Column = np.ndarray[Any, np.dtype[np.uint32]]
 
-__all__ = ["ChunkRow", "Part", "PartIdentity", "build_part", "parse_part"]
+__all__ = ["ChunkRow", "Part", "PartIdentity", "build_part", "parse_part", "table_size"]
 
 _FORMAT = "deltastore.part/1"
 #: How many tensors a part has: no more and no less.
@@ -70,8 +70,8 @@ class Part:
     """A parsed part. All columns have one row an encoded chunk, in ascending order of (tensor, chunk).
 
     ``numbers``: int64, the chunk's number in schema order; ``starts``: int64, shape (rows + 1,), offsets into
-    ``payload``; ``old_digests``, ``new_digests``: uint8 of shape (rows, digest size), old ones all zero where there
-    is no old chunk.
+    ``payload``, which itself begins at byte ``payload_start`` of the object; ``old_digests``, ``new_digests``: uint8
+    of shape (rows, digest size), old ones all zero where there is no old chunk.
     """
 
     key: str
@@ -84,6 +84,7 @@ class Part:
     new_digests: Digests
     starts: np.ndarray[Any, np.dtype[np.int64]]
     payload: memoryview
+    payload_start: int
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -91,6 +92,10 @@ class Part:
     def chunk_payload(self, row: int) -> memoryview:
         """Return the stored bytes of one row's chunk."""
         return self.payload[int(self.starts[row]) : int(self.starts[row + 1])]
+
+    def chunk_range(self, row: int) -> tuple[int, int]:
+        """Return the first byte of one row's stored chunk and the byte after its last, from the object's start."""
+        return self.payload_start + int(self.starts[row]), self.payload_start + int(self.starts[row + 1])
 
 
 def build_part(rows: Sequence[ChunkRow], identity: PartIdentity, *, digest_size: int) -> bytes:
@@ -115,15 +120,37 @@ def build_part(rows: Sequence[ChunkRow], identity: PartIdentity, *, digest_size:
     return b"".join([header, *(data for *_, data in columns), *(row.encoded.payload for row in ordered)])
 
 
-def parse_part(data: Buffer, identity: PartIdentity, schema: Schema, hash_function: Hasher, *, key: str) -> Part:
+def table_size(prefix: Buffer, *, key: str) -> int:
+    """Return how many bytes a part's header and table take, from at least its header.
+
+    They are the object's first bytes, and all that has to be read to find a chunk in it. Raises ``CorruptObject``
+    when its payload does not stand last.
+    """
+    last = parse_header(prefix, key=key).tensors[-1:]
+    if not last or last[0].spec.name != "payload":
+        raise CorruptObject(f"{key} does not end with its payload.", key=key)
+    return last[0].start
+
+
+def parse_part(
+    data: Buffer,
+    identity: PartIdentity,
+    schema: Schema,
+    hash_function: Hasher,
+    *,
+    key: str,
+    table_only: bool = False,
+) -> Part:
     """Parse a part strictly; raises ``CorruptObject`` naming ``key`` when anything is off.
 
-    The returned arrays are read-only views of ``data``.
+    The returned arrays are read-only views of ``data``. ``table_only``: ``data`` are only the first ``table_size``
+    bytes, and the part has no payload.
     """
     view = memoryview(data)
     header = parse_header(view, key=key)
-    if header.file_size != len(view):
-        raise CorruptObject(f"{key} has {len(view)} bytes; its header describes {header.file_size}.", key=key)
+    expected = table_size(view, key=key) if table_only else header.file_size
+    if expected != len(view):
+        raise CorruptObject(f"{key} has {len(view)} bytes; its header describes {expected}.", key=key)
     if header.metadata != identity.metadata():
         raise CorruptObject(f"{key} is not the part that it is named as: {dict(header.metadata)}.", key=key)
     columns = {placed.spec.name: placed for placed in header.tensors}
@@ -146,7 +173,8 @@ def parse_part(data: Buffer, identity: PartIdentity, schema: Schema, hash_functi
     np.cumsum(lengths, out=starts[1:])
     if starts[-1] != payload.spec.nbytes:
         raise CorruptObject(f"{key} has a payload of another length than its table says.", key=key)
-    column("payload", "U8", payload.spec.nbytes)
+    if payload.spec.dtype != "U8" or payload.spec.shape != (payload.spec.nbytes,):
+        raise CorruptObject(f"{key} has no column 'payload' of U8.", key=key)
     tensor, chunk = column("tensor", "U32", count), column("chunk", "U32", count)
     encoding = column("encoding", "U8", count)
     if count and not (encoding.min() >= Encoding.SPARSE and encoding.max() <= max(Encoding)):
@@ -162,6 +190,7 @@ def parse_part(data: Buffer, identity: PartIdentity, schema: Schema, hash_functi
         new_digests=column("new_digest", "U8", count, size),
         starts=starts,
         payload=view[payload.start : payload.end],
+        payload_start=payload.start,
     )
 
 

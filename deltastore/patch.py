@@ -1,8 +1,8 @@
 """Applying parts: what each touched chunk goes through, checked before and after, in one pass.
 
 ``Patch`` follows the digests of a window of chunks through the parts of a plan before any of them is built: a part that
-does not continue where the one before it ended is found there. ``Patch.run`` then builds every chunk once, whatever the
-number of versions.
+does not continue where the one before it ended is found there. ``build`` then builds every chunk once, whatever the
+number of versions. The chunks of one span are read at once and written at once: tiny tensors share the calls.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,20 +19,26 @@ import numpy as np
 from .codec import DamagedChunk, Encoding
 from .codec.chunk import ChunkDecoder
 from .errors import BaseMismatch, CorruptObject
-from .snapshot import CHUNK_BYTES, ChunkRun, chunk_batches, snapshot_id
+from .snapshot import CHUNK_BYTES, chunk_spans, snapshot_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .digest import Hasher
     from .part import Part
-    from .snapshot import Digests, Schema, TensorSpec
+    from .snapshot import ChunkSpan, Digests, Schema, TensorSpec
 
+    Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-    Read = Callable[[TensorSpec, int], Bytes]
-    Write = Callable[[TensorSpec, int, Bytes], object]
+    #: Copies the old bytes of a span's chunks to their places in a buffer.
+    Read = Callable[[ChunkSpan, Bytes], object]
+    #: Takes the new bytes of a span's chunks from a buffer.
+    Write = Callable[[ChunkSpan, Bytes], object]
 
-__all__ = ["Patch", "default_workers", "run_in_order", "seal"]
+__all__ = ["Batch", "Patch", "build", "default_workers", "read_each", "run_in_order", "seal", "write_each"]
+
+#: A thread's share of work.
+_BATCH_BYTES = 8 << 20
 
 
 def default_workers() -> int:
@@ -58,37 +65,107 @@ def run_in_order(function: Callable[[Any], Any], items: Iterator[Any], *, worker
         pool.shutdown(cancel_futures=True)
 
 
+def read_each(chunk: Callable[[TensorSpec, int], Bytes]) -> Read:
+    """Make a ``Read`` of a function that returns one chunk's bytes."""
+
+    def read(span: ChunkSpan, out: Bytes) -> None:
+        for spec, number, start, stop in span:
+            out[start:stop] = chunk(spec, number)
+
+    return read
+
+
+def write_each(take: Callable[[TensorSpec, int, Bytes], object]) -> Write:
+    """Make a ``Write`` of a function that takes one chunk's bytes."""
+
+    def write(span: ChunkSpan, data: Bytes) -> None:
+        for spec, number, start, stop in span:
+            take(spec, number, data[start:stop])
+
+    return write
+
+
 class _Work:
     """What has to be applied to each chunk.
 
-    One row an encoded chunk, sorted by chunk number. Arrays, whatever their number.
+    One row an encoded chunk, sorted by chunk number, steps in the plan's order. Arrays, whatever their number.
     """
 
-    __slots__ = ("_numbers", "_parts", "_places", "_rows")
+    __slots__ = ("_columns", "_parts", "numbers")
 
     def __init__(self, parts: list[tuple[Part, bool, slice]]) -> None:
         self._parts = parts
-        counts = [rows.stop - rows.start for _, _, rows in parts]
-        numbers = np.concatenate([np.zeros(0, np.int64), *(part.numbers[rows] for part, _, rows in parts)])
+        if not parts:
+            self.numbers = np.zeros(0, np.int64)
+            self._columns: tuple[Array, ...] = ()
+            return
+        numbers = np.concatenate([part.numbers[rows] for part, _, rows in parts])
         order = np.argsort(numbers, kind="stable")
-        self._numbers = numbers[order]
-        self._places = np.repeat(np.arange(len(parts), dtype=np.int32), counts)[order]
-        ranges = [np.arange(rows.start, rows.stop, dtype=np.int32) for _, _, rows in parts]
-        self._rows = np.concatenate([np.zeros(0, np.int32), *ranges])[order]
+        counts = [rows.stop - rows.start for _, _, rows in parts]
+        places = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
+        encoding = np.concatenate([part.encoding[rows] for part, _, rows in parts])
+        changed = np.concatenate([part.changed[rows] for part, _, rows in parts])
+        starts = np.concatenate([part.starts[:-1][rows] for part, _, rows in parts])
+        ends = np.concatenate([part.starts[1:][rows] for part, _, rows in parts])
+        self.numbers = numbers[order]
+        self._columns = tuple(column[order] for column in (places, encoding, changed, starts, ends))
 
-    def of(self, number: int) -> list[tuple[Part, bool, int]]:
-        """Return (part, inverse, row) for each step that touches a chunk, in the plan's order."""
-        first, end = np.searchsorted(self._numbers, (number, number + 1)).tolist()
-        hops = []
-        for position in range(first, end):
-            part, inverse, _ = self._parts[self._places[position]]
-            hops.append((part, inverse, int(self._rows[position])))
-        return hops
+    def of(self, span: ChunkSpan) -> Iterator[tuple[int, Part, bool, int, int, memoryview]]:
+        """Yield (place in the span, part, inverse, encoding, changed, payload) for each step that touches a chunk."""
+        first = int(self.numbers.searchsorted(span.numbers[0]))
+        end = int(self.numbers.searchsorted(span.numbers[-1], side="right"))
+        if first == end:
+            return
+        chunks = span.numbers.searchsorted(self.numbers[first:end]).tolist()
+        columns = (column[first:end].tolist() for column in self._columns)
+        for chunk, place, encoding, changed, start, stop in zip(chunks, *columns, strict=True):
+            part, inverse, _ = self._parts[place]
+            yield chunk, part, inverse, encoding, changed, part.payload[start:stop]
 
-    def touches(self, low: int, last: ChunkRun) -> bool:
-        """Tell whether anything has to be done from chunk ``low`` to the end of the run ``last``."""
-        first, end = np.searchsorted(self._numbers, (low, last.number + last.end - last.first)).tolist()
-        return bool(first < end)
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A thread's share of work: a few spans of one patch."""
+
+    patch: Patch
+    work: _Work
+    spans: tuple[ChunkSpan, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its chunks."""
+        return sum(int((span.stops - span.starts).sum()) for span in self.spans)
+
+
+def build(
+    batches: Iterable[Batch],
+    read: Read,
+    write: Write,
+    *,
+    workers: int,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Build chunks from ``read`` (the old bytes) and hand them, hash-checked, to ``write``.
+
+    Batches are taken a few ahead only; taking one may block without holding up the threads that work on those before.
+    ``read`` and ``write`` are called from several threads; ``write`` must be done with the array when it returns.
+    ``progress`` is told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before a wrong byte is handed on.
+    """
+    local = threading.local()
+
+    def build_batch(batch: Batch) -> int:
+        if not hasattr(local, "decoder"):
+            local.decoder = ChunkDecoder()
+            local.buffer = np.empty(CHUNK_BYTES, np.uint8)
+        for span in batch.spans:
+            out = local.buffer[: span.nbytes]
+            batch.patch.build_span(span, batch.work, read, out, local.decoder)
+            write(span, out)
+        return batch.nbytes
+
+    for done in run_in_order(build_batch, iter(batches), workers=workers, name="patch"):
+        if progress is not None:
+            progress(done)
 
 
 def seal(schema: Schema, hash_function: Hasher, after: Digests, expected: str, *, key: str | None) -> None:
@@ -108,7 +185,7 @@ class Patch:
     ``before``: digests of the source's chunks, uint8 of shape (chunks, digest size); ``None`` when the first part set
     is an anchor. ``after``: those of the result; given, the window's rows of it are written, so that several windows
     share one. ``window``: the numbers of the chunks to build, all of them unless given. Add part sets in the plan's
-    order, ``seal`` the whole, and ``run``.
+    order, ``seal`` the whole, and ``run``, or ``build`` the batches of several windows together.
     """
 
     def __init__(
@@ -199,67 +276,62 @@ class Patch:
         ``write`` are called from several threads; ``write`` must be done with the array when it returns. ``progress``
         is told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before the first wrong byte is handed on.
         """
+        build(self.batches(everything=everything), read, write, workers=workers, progress=progress)
+
+    def batches(self, *, everything: bool) -> Iterator[Batch]:
+        """Cut the window's chunks into batches: all of them, or with ``everything`` unset only the touched ones."""
         work = _Work(self._parts)
-        local = threading.local()
+        numbers = np.arange(self._window.start, self._window.stop) if everything else np.unique(work.numbers)
+        spans: list[ChunkSpan] = []
+        for span in chunk_spans(self._schema, numbers):
+            spans.append(span)
+            if sum(one.nbytes for one in spans) > _BATCH_BYTES - CHUNK_BYTES:
+                yield Batch(self, work, tuple(spans))
+                spans = []
+        if spans:
+            yield Batch(self, work, tuple(spans))
 
-        def build_batch(batch: list[ChunkRun]) -> int:
-            if not hasattr(local, "decoder"):
-                local.decoder = ChunkDecoder()
-                local.buffer = np.empty(CHUNK_BYTES, np.uint8)
-            for run in batch:
-                for chunk in range(run.first, run.end):
-                    number = run.number + chunk - run.first
-                    hops = work.of(number)
-                    if everything or hops:
-                        start, stop = run.spec.chunk_range(chunk)
-                        out = local.buffer[: stop - start]
-                        self._build(run.spec, chunk, number, hops, read, out, local.decoder)
-                        write(run.spec, chunk, out)
-            return sum(run.nbytes for run in batch)
-
-        batches = chunk_batches(self._schema, low=self._window.start, high=self._window.stop)
-        if not everything:
-            batches = (batch for batch in batches if work.touches(batch[0].number, batch[-1]))
-        for done in run_in_order(build_batch, batches, workers=workers, name="patch"):
-            if progress is not None:
-                progress(done)
-
-    def _build(
-        self,
-        spec: TensorSpec,
-        chunk: int,
-        number: int,
-        hops: list[tuple[Part, bool, int]],
-        read: Read,
-        out: Bytes,
-        decoder: ChunkDecoder,
-    ) -> None:
+    def build_span(self, span: ChunkSpan, work: _Work, read: Read, out: Bytes, decoder: ChunkDecoder) -> None:
+        """Build the new bytes of a span's chunks in ``out``; raises unless each has its digest."""
         if self._before is not None:
-            np.copyto(out, read(spec, chunk))
-        key = None
-        try:
-            for part, inverse, row in hops:
-                key = part.key
-                payload = part.chunk_payload(row)
-                decoder.apply(
-                    out, int(part.encoding[row]), int(part.changed[row]), payload, width=spec.width, inverse=inverse
-                )
-        except DamagedChunk as error:
-            raise CorruptObject(f"{key} has a damaged chunk {chunk} of {spec.name!r}: {error}.", key=key) from error
-        if self._hash.digest(out) != self.after[number].tobytes():
-            self._blame(spec, chunk, number, read, key)
+            read(span, out)
+        starts, stops = span.starts.tolist(), span.stops.tolist()
+        tensors, specs = span.tensors.tolist(), self._schema.tensors
+        for chunk, part, inverse, encoding, changed, payload in work.of(span):
+            spec = specs[tensors[chunk]]
+            piece = out[starts[chunk] : stops[chunk]]
+            try:
+                decoder.apply(piece, encoding, changed, payload, width=spec.width, inverse=inverse)
+            except DamagedChunk as error:
+                message = f"{part.key} has a damaged chunk {span.chunks[chunk]} of {spec.name!r}: {error}."
+                raise CorruptObject(message, key=part.key) from error
+        found = self._digests(out, starts, stops)
+        wanted = self.after[span.numbers]
+        if found != wanted.tobytes():
+            differs = np.frombuffer(found, np.uint8).reshape(wanted.shape) != wanted
+            self._blame(span, int(differs.any(axis=1).argmax()), work, read)
 
-    def _blame(self, spec: TensorSpec, chunk: int, number: int, read: Read, key: str | None) -> None:
+    def _digests(self, data: Bytes, starts: Sequence[int], stops: Sequence[int]) -> bytes:
+        view, digest = data.data, self._hash.digest
+        return b"".join([digest(view[start:stop]) for start, stop in zip(starts, stops, strict=True)])
+
+    def _blame(self, span: ChunkSpan, chunk: int, work: _Work, read: Read) -> None:
         """Say whose fault a wrong digest is: the local copy's, or the part's."""
-        if self._before is not None and self._hash.digest(read(spec, chunk)) != self._before[number].tobytes():
-            raise BaseMismatch(
-                f"Chunk {chunk} of {spec.name!r} in the local checkpoint changed on disk.",
-                tensors=(spec.name,),
-                key=spec.name,
-                hint="Fetch the checkpoint anew: remove it and start the receiver again.",
-            )
+        name, number = self._schema.tensors[span.tensors[chunk]].name, int(span.chunks[chunk])
+        if self._before is not None:
+            old = np.empty(span.nbytes, np.uint8)
+            read(span, old)
+            digest = self._digests(old, [int(span.starts[chunk])], [int(span.stops[chunk])])
+            if digest != self._before[span.numbers[chunk]].tobytes():
+                raise BaseMismatch(
+                    f"Chunk {number} of {name!r} in the local checkpoint changed on disk.",
+                    tensors=(name,),
+                    key=name,
+                    hint="Fetch the checkpoint anew: remove it and start the receiver again.",
+                )
+        key = next((step[1].key for step in reversed(list(work.of(span))) if step[0] == chunk), None)
         raise CorruptObject(
-            f"{key} leads to wrong bytes in chunk {chunk} of {spec.name!r}.",
+            f"{key} leads to wrong bytes in chunk {number} of {name!r}.",
             key=key,
             hint="Run `deltastore check --read-data` on the store.",
         )

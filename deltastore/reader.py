@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,11 @@ from .errors import (
     BaseMismatch,
     CorruptObject,
     ObjectNotFound,
+    SignatureMismatch,
     StorageError,
     StoreNotFound,
     StreamMismatch,
+    UnsupportedFormat,
     UsageError,
     VersionNotFound,
 )
@@ -32,13 +35,16 @@ from .manifest import (
     MAX_TABLE_BYTES,
     MODEL,
     manifest_key,
+    parse_base,
     parse_latest,
     parse_manifest,
 )
-from .plan import check_link, make_plan, versions_needed
+from .plan import check_link
+from .planner import READERS, Planner
 from .record import MAX_VERSION
 from .retention import MAX_RETENTION_BYTES, Standing, check_successor, parse_retention, retention_key
-from .route import list_routes
+from .segment import MAX_SEGMENT_BYTES, parse_segment, segment_key, segment_of
+from .signing import load_public_keys
 from .snapshot import CHUNK_BYTES, Schema, snapshot_id, tensor_digests
 from .spool import read_object
 from .storage import open_backend
@@ -51,25 +57,32 @@ if TYPE_CHECKING:
     from .manifest import Manifest, StreamRecord
     from .plan import Plan
     from .retention import Retention
+    from .signing import Verifier
     from .snapshot import Digests
     from .storage import Backend
 
 __all__ = ["Store", "open_store"]
 
-#: Small objects read side by side when a whole history is read.
-_READERS = 16
+_log = logging.getLogger("deltastore")
+
+#: A segment is read for so many of its manifests at the least; fewer are read by themselves.
+_WORTH_A_SEGMENT = 20
 #: Manifests kept in memory: enough to follow and to plan, and no more after a million versions.
 _REMEMBERED = 4096
 
 
 class Store:
-    """A stream in a store, for reading. Thread-safe; remembers recent manifests, which never change."""
+    """A stream in a store, for reading. Thread-safe; remembers recent manifests, which never change.
 
-    def __init__(self, backend: Backend, base: Manifest) -> None:
+    ``verifier`` is there in a signed stream: every manifest and tag needs a signature that it takes.
+    """
+
+    def __init__(self, backend: Backend, base: Manifest, verifier: Verifier | None = None) -> None:
         if base.stream is None:
             raise CorruptObject("The base manifest has no stream record.", key=manifest_key(BASE_VERSION))
         self.backend = backend
         self.base = base
+        self.verifier = verifier
         self.stream: StreamRecord = base.stream
         self.hash: Hasher = hasher(base.stream.hash)
         self._recent = {BASE_VERSION: base}
@@ -139,6 +152,11 @@ class Store:
         manifest = self._fetch_manifest(version)
         if manifest is None:
             return None
+        self._remember(manifest)
+        return manifest
+
+    def _remember(self, manifest: Manifest) -> None:
+        version = manifest.version
         parent, child = self._recent.get(version - 1), self._recent.get(version + 1)
         if parent is not None:
             check_link(parent, manifest)
@@ -149,14 +167,18 @@ class Store:
             if len(self._recent) > _REMEMBERED:
                 oldest = next(number for number in self._recent if number != BASE_VERSION)
                 del self._recent[oldest]
-        return manifest
+
+    def recent(self, highest: int) -> dict[int, Manifest]:
+        """Return the manifests up to version ``highest`` that are in memory."""
+        with self._lock:
+            return {version: manifest for version, manifest in self._recent.items() if version <= highest}
 
     def _fetch_manifest(self, version: int) -> Manifest | None:
         try:
             data = self.backend.read(manifest_key(version), limit=MAX_MANIFEST_BYTES)
         except ObjectNotFound:
             return None
-        manifest = parse_manifest(data, version=version)
+        manifest = parse_manifest(data, version=version, verifier=self.verifier)
         if manifest.stream_id != self.stream_id:
             raise StreamMismatch(
                 f"{manifest_key(version)} belongs to the stream {manifest.stream_id}, not to {self.stream_id}.",
@@ -212,12 +234,57 @@ class Store:
         raise UsageError(f"{version!r} is no version.", hint="Give a number, latest or tag:NAME.")
 
     def manifests(self, versions: Iterable[int]) -> dict[int, Manifest]:
-        """Read many manifests side by side."""
-        wanted = list(versions)
-        if all(version in self._recent for version in wanted):
-            return {version: self.manifest(version) for version in wanted}
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="manifests") as pool:
-            return dict(zip(wanted, pool.map(self.manifest, wanted), strict=True))
+        """Read many manifests: a thousand at once where there is a log segment, else side by side."""
+        found: dict[int, Manifest] = {}
+        missing: dict[int, list[int]] = {}
+        for version in dict.fromkeys(versions):
+            known = self._recent.get(version)
+            if known is not None:
+                found[version] = known
+            else:
+                missing.setdefault(segment_of(version), []).append(version)
+        if not missing:
+            return found
+        with ThreadPoolExecutor(READERS, thread_name_prefix="manifests") as pool:
+            worth = [first for first, wanted in missing.items() if len(wanted) >= _WORTH_A_SEGMENT]
+            for segment in pool.map(self._read_segment, worth):
+                for manifest in segment:
+                    if manifest.version in missing.get(segment_of(manifest.version), ()):
+                        found[manifest.version] = manifest
+            alone = [version for wanted in missing.values() for version in wanted if version not in found]
+            found.update(zip(alone, pool.map(self.manifest, alone), strict=True))
+        return found
+
+    def _read_segment(self, first: int) -> list[Manifest]:
+        """Return the manifests of a log segment; none when it is absent, damaged, or not of this history."""
+        try:
+            data = self.backend.read(segment_key(first), limit=MAX_SEGMENT_BYTES)
+            manifests = parse_segment(data, first=first, verifier=self.verifier)
+            self._check_neighbours(manifests)
+        except ObjectNotFound:
+            return []
+        except (CorruptObject, SignatureMismatch, StreamMismatch, UnsupportedFormat) as error:
+            _log.warning("A log segment is left out: %s", error)
+            return []
+        for manifest in manifests:
+            self._remember(manifest)
+        return manifests
+
+    def _check_neighbours(self, manifests: list[Manifest]) -> None:
+        """Raise unless the manifests of a segment are those that are known, and follow and precede them."""
+        first, last = manifests[0], manifests[-1]
+        before, after = self._recent.get(first.version - 1), self._recent.get(last.version + 1)
+        if before is not None:
+            check_link(before, first)
+        if after is not None:
+            check_link(last, after)
+        for manifest in manifests:
+            known = self._recent.get(manifest.version, manifest)
+            if known.commit_id != manifest.commit_id or manifest.stream_id != self.stream_id:
+                raise StreamMismatch(
+                    f"{segment_key(first.version)} holds another version {manifest.version} than the store.",
+                    key=segment_key(first.version),
+                )
 
     def log(self, *, last: int | None = None) -> list[Manifest]:
         """Return all manifests, oldest first, each proven to follow the one before.
@@ -237,33 +304,19 @@ class Store:
         return next((entry for entry in reversed(self.log()) if entry.snapshot_id == snapshot_id), None)
 
     def plan(self, start: int | None, end: int) -> Plan:
-        """Return the cheapest route from ``start`` (``None``: from nothing) to ``end``.
+        """Return the cheapest plan from ``start`` (``None``: from nothing) to ``end``.
 
-        Raises ``VersionForgotten`` when ``end`` was let go, ``VersionNotFound`` when nothing leads there.
+        Raises ``VersionForgotten`` when ``end`` was let go, ``VersionNotFound`` when no way leads there.
         """
-        self.manifest(end)
-        if start is not None:
-            self.manifest(start)
-        standing = self.standing(end)
-        while True:
-            try:
-                return self._plan(start, end, standing)
-            except VersionNotFound:
-                # A route may have been let go, and collected, since the record was read: a newer one says so.
-                newer = self.standing(end)
-                if newer == standing:
-                    raise
-                standing = newer
+        return Planner(self).plan(start, end)
 
-    def _plan(self, start: int | None, end: int, standing: Standing) -> Plan:
-        direct = start is not None and start <= end and all(map(standing.keeps_parts, range(start + 1, end + 1)))
-        wanted = versions_needed(start if direct else None, max(start or BASE_VERSION, end))
-        known = self.manifests(wanted)
-        for version in wanted[1:]:
-            check_link(known[version - 1], known[version])
-        anchors = () if direct else [route for route in list_routes(self) if route.kind == "anchor"]
-        usable = [route for route in anchors if standing.keeps_route(route)]
-        return make_plan(start, end, known, standing=standing, anchors=usable)
+    def anchored(self, versions: range, standing: Standing | None = None) -> frozenset[int]:
+        """Return which of these versions have an anchor besides the base's; ``standing``: if it was read already."""
+        if standing is None:
+            from .tags import read_standing  # noqa: PLC0415 - seldom needed
+
+            standing, _ = read_standing(self)
+        return Planner(self).anchored(versions, standing)
 
     # Retention
 
@@ -405,17 +458,22 @@ def open_store(
     url: str | Path,
     *,
     storage_options: Mapping[str, object] | None = None,
+    cache: str | Path | None = None,
+    cache_bytes: int | None = None,
+    trusted_keys: Iterable[str | Path] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Store:
     """Open the stream at a URL for reading; raises ``StoreNotFound`` when there is none.
 
-    ``sleep`` is as for ``open_backend``.
+    ``trusted_keys`` are public keys, as 64 hexadecimal digits or in files: nothing that none of them signed is taken
+    (``SignatureMismatch``). ``cache``, ``cache_bytes`` and ``sleep`` are as for ``open_backend``.
     """
-    backend = open_backend(str(url), storage_options=storage_options, sleep=sleep)
-    return store_at(backend)
+    keys = None if trusted_keys is None else load_public_keys(trusted_keys)
+    backend = open_backend(str(url), storage_options=storage_options, cache=cache, cache_bytes=cache_bytes, sleep=sleep)
+    return store_at(backend, trusted_keys=keys)
 
 
-def store_at(backend: Backend) -> Store:
+def store_at(backend: Backend, *, trusted_keys: frozenset[str] | None = None) -> Store:
     """Open the stream in a backend; raises ``StoreNotFound`` when there is none."""
     try:
         data = backend.read(manifest_key(BASE_VERSION), limit=MAX_MANIFEST_BYTES)
@@ -423,4 +481,4 @@ def store_at(backend: Backend) -> Store:
         raise StoreNotFound(
             f"There is no store at {backend.url}.", key=backend.url, hint="Make one with `deltastore init`."
         ) from error
-    return Store(backend, parse_manifest(data, version=BASE_VERSION))
+    return Store(backend, *parse_base(data, trusted_keys=trusted_keys))

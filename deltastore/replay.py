@@ -1,15 +1,14 @@
 """Following a plan: parts are fetched ahead, in the order of their chunks, while the chunks before them are built.
 
-The chunks are built window by window. A window is begun when the parts that reach into it are here; those of the
-windows after it are on their way. What comes out is proven at the end, against the plan's snapshot id; until then
-nobody may use it.
+The chunks are followed window by window. A window is begun when the parts that reach into it are here, whether or not
+the chunks before it are all built; those of the windows after it are on their way. What comes out is proven at the end,
+against the plan's snapshot id; until then nobody may use it.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -17,17 +16,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import CorruptObject
-from .manifest import MODEL
-from .part import PartIdentity, parse_part
-from .patch import Patch, seal
+from .part import parse_part
+from .patch import Patch, build, seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
+    from types import TracebackType
+
+    from typing_extensions import Self
 
     from .manifest import PartRef
     from .part import Part
-    from .patch import Read, Write
+    from .patch import Batch, Read, Write
     from .plan import Plan, Step
     from .reader import Store
     from .snapshot import Digests
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["FETCHERS", "Replayed", "counter", "replay"]
+__all__ = ["FETCHERS", "Fetch", "Replayed", "counter", "open_part", "replay"]
 
 #: Parts downloaded side by side.
 FETCHERS = 4
 #: At most so many windows: each costs a little, and more would overlap no better.
 _WINDOWS = 64
-_LEAST_WINDOW_CHUNKS = 32
+_LEAST_WINDOW_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +71,47 @@ def counter(progress: Progress | None, what: str, total: int) -> Callable[[int],
     return advance
 
 
-class _Fetch:
-    """Parts on their way.
+def open_part(store: Store, spool: Spool, part: PartRef, step: Step) -> Part:
+    """Return a step's part that was fetched, parsed; raises ``CorruptObject`` unless it is what its record says."""
+    parsed = parse_part(spool.open(part), step.identity, store.schema(), store.hash, key=part.key)
+    ends = (part.first, part.last)
+    if len(parsed) != part.chunks or (parsed.numbers[0], parsed.numbers[-1]) != ends:
+        raise CorruptObject(f"{part.key} does not hold the chunks that its record says.", key=part.key)
+    return parsed
 
-    ``wait`` blocks until one is here; it is parsed once, and forgotten when its chunks are built.
+
+class Fetch:
+    """The parts of a plan on their way, from the moment that this is made.
+
+    ``wait`` blocks until one is here; it is parsed once, and forgotten when its chunks are followed. Leaving the
+    context waits for downloads that run, and begins no other.
     """
 
-    def __init__(self, store: Store, plan: Plan, spool: Spool, *, progress: Callable[[int], object] | None) -> None:
-        self._store = store
+    def __init__(self, store: Store, plan: Plan, spool: Spool, *, progress: Progress | None = None) -> None:
+        self.store = store
+        self.plan = plan
         self._spool = spool
-        self._progress = progress
+        self._progress = counter(progress, "fetch", plan.stored_bytes)
         self._started = time.perf_counter()
         self._futures: dict[str, Future[int]] = {}
         self._parsed: dict[str, Part] = {}
         self.ended = self._started
-        wanted = [(part, step) for step in plan.steps for part in step.parts]
+        wanted = [part for step in plan.steps for part in step.parts]
         self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
-        for part, _ in sorted(wanted, key=lambda pair: pair[0].first):
+        for part in sorted(wanted, key=lambda part: part.first):
             if part.key not in self._futures:
                 self._futures[part.key] = self._pool.submit(self._fetch, part)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
     def _fetch(self, part: PartRef) -> int:
-        downloaded = self._spool.fetch(self._store.backend, part)
+        downloaded = self._spool.fetch(self.store.backend, part)
         self.ended = time.perf_counter()
         if self._progress is not None:
             self._progress(part.size)
@@ -101,18 +121,12 @@ class _Fetch:
         """Return a part, parsed and in its place; raises what its download raised."""
         if part.key not in self._parsed:
             self._futures[part.key].result()
-            identity = PartIdentity(self._store.stream_id, step.manifest.version, step.manifest.attempt_id, MODEL)
-            schema, data = self._store.schema(), self._spool.open(part)
-            parsed = parse_part(data, identity, schema, self._store.hash, key=part.key)
-            ends = (part.first, part.last)
-            if len(parsed) != part.chunks or (parsed.numbers[0], parsed.numbers[-1]) != ends:
-                raise CorruptObject(f"{part.key} does not hold the chunks that its manifest says.", key=part.key)
-            self._parsed[part.key] = parsed
+            self._parsed[part.key] = open_part(self.store, self._spool, part, step)
         return self._parsed[part.key]
 
-    def forget_before(self, number: int, plan: Plan) -> None:
+    def forget_before(self, number: int) -> None:
         """Drop parsed parts that end before a chunk."""
-        for step in plan.steps:
+        for step in self.plan.steps:
             for part in step.parts:
                 if part.last < number:
                     self._parsed.pop(part.key, None)
@@ -125,19 +139,6 @@ class _Fetch:
     def seconds(self) -> float:
         """Seconds from the first request until the last part was here."""
         return self.ended - self._started
-
-    def stop(self) -> None:
-        """Wait for downloads that run, begin no other."""
-        self._pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _fetching(store: Store, plan: Plan, spool: Spool, *, progress: Callable[[int], object] | None) -> Iterator[_Fetch]:
-    fetch = _Fetch(store, plan, spool, progress=progress)
-    try:
-        yield fetch
-    finally:
-        fetch.stop()
 
 
 def _windows(plan: Plan, chunks: int) -> Iterator[range]:
@@ -152,9 +153,7 @@ def _windows(plan: Plan, chunks: int) -> Iterator[range]:
 
 
 def replay(
-    store: Store,
-    plan: Plan,
-    spool: Spool,
+    fetch: Fetch,
     *,
     before: Digests | None,
     read: Read,
@@ -162,18 +161,19 @@ def replay(
     workers: int,
     progress: Progress | None = None,
 ) -> Replayed:
-    """Fetch and apply a plan's parts: every chunk of the result is handed to ``write``, hash-checked.
+    """Apply a plan's parts as they come: every chunk of the result is handed to ``write``, hash-checked.
 
-    ``before`` are the chunk digests of what ``read`` returns, uint8 of shape (chunks, digest size). Raises
+    ``before`` are the chunk digests of what ``read`` reads, uint8 of shape (chunks, digest size). Raises
     ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no use.
     """
+    store, plan = fetch.store, fetch.plan
     schema = store.schema()
     if plan.from_anchor or before is None:
         before, after = None, np.zeros((schema.chunks, store.hash.size), np.uint8)
     else:
         after = before.copy()
-    built = counter(progress, "patch", schema.nbytes)
-    with _fetching(store, plan, spool, progress=counter(progress, "fetch", plan.stored_bytes)) as fetch:
+
+    def batches() -> Iterator[Batch]:
         for window in _windows(plan, schema.chunks):
             patch = Patch(schema, store.hash, before=before, after=after, window=window)
             for step in plan.steps:
@@ -183,10 +183,12 @@ def replay(
                     patch.add_anchor(parts)
                 else:
                     patch.add_delta(parts, inverse=step.kind == "inverse")
-            patch.run(read, write, everything=True, workers=workers, progress=built)
-            fetch.forget_before(window.stop, plan)
-        seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
-        return Replayed(after, fetch.downloaded(), fetch.seconds)
+            fetch.forget_before(window.stop)
+            yield from patch.batches(everything=True)
+
+    build(batches(), read, write, workers=workers, progress=counter(progress, "patch", schema.nbytes))
+    seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
+    return Replayed(after, fetch.downloaded(), fetch.seconds)
 
 
 def _last_key(plan: Plan) -> str | None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, UsageError
-from .follow import on_plan
 from .manifest import FILES
 from .materialize import DirectoryWriter, sync_directory, write_file
 from .patch import default_workers
+from .places import Places
+from .planner import Planner
 from .reader import check_schema
-from .replay import Replayed, counter, replay
+from .replay import Fetch, Replayed, counter, replay
 from .snapshot import snapshot_id
 from .spool import Spool, disk_error
 
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .manifest import Manifest
-    from .patch import Read
     from .plan import Plan
     from .reader import Store
-    from .snapshot import Digests
+    from .snapshot import ChunkSpan, Digests
 
     Progress = Callable[[str, int, int], object]
 
@@ -66,28 +66,26 @@ def identify(store: Store, directory: str | Path, *, workers: int, progress: Pro
 
 
 def build_checkpoint(
-    store: Store,
-    plan: Plan,
+    fetch: Fetch,
     source: Source | None,
     directory: Path,
     *,
-    spool: Spool,
     workers: int,
     progress: Progress | None = None,
-) -> Replayed:
-    """Fetch a plan's parts into ``spool``, and write the version that it ends at into an empty ``directory``, durably.
+) -> tuple[Source, Replayed]:
+    """Write the version that a plan ends at into an empty ``directory``, durably, while its parts are fetched.
 
     With a source the directory takes its files' layout and its other files, else those that the store keeps of the
-    base. Every chunk is hash-checked before it is written.
+    base. Every chunk is hash-checked before it is written. Returns what is in the directory now.
     """
-    read: Read
-    layout = source.checkpoint.layout if source else store.layout()
+    store = fetch.store
     if source:
         other_files = {name: source.checkpoint.read_other_file(name) for name in source.checkpoint.other_files}
-        read = source.checkpoint.chunk
+        layout, places = source.checkpoint.layout, source.checkpoint.places
     else:
         other_files = store.base_files(FILES)
-        read = _nothing
+        layout = store.layout()
+        places = Places([file.header for file in layout.files], store.schema())
     try:
         for name, data in other_files.items():
             path = directory / name
@@ -95,22 +93,24 @@ def build_checkpoint(
             write_file(path, data)
     except OSError as error:
         raise disk_error(error, directory) from error
-    with DirectoryWriter(directory, layout) as writer:
+    with DirectoryWriter(directory, layout, places) as writer:
         replayed = replay(
-            store,
-            plan,
-            spool,
+            fetch,
             before=source.digests if source else None,
-            read=read,
+            read=source.checkpoint.read if source else _nothing,
             write=writer.write,
             workers=workers,
             progress=progress,
         )
         writer.sync()
-    return replayed
+    if source:
+        checkpoint = source.checkpoint.moved(directory)
+    else:
+        checkpoint = Checkpoint(directory, layout, tuple(sorted(other_files)))
+    return Source(checkpoint, fetch.plan.end, replayed.digests), replayed
 
 
-def _nothing(*_: object) -> NoReturn:
+def _nothing(_span: ChunkSpan, _out: object) -> NoReturn:
     raise AssertionError("a plan that starts from an anchor reads no old bytes")
 
 
@@ -141,19 +141,21 @@ def restore(
         raise disk_error(error, directory) from error
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
-    start = source.version if source else None
+    planner = Planner(store)
+    plan = planner.plan(source.version if source else None, version)
     name = os.fsencode(directory.name)[:200].decode("utf-8", "ignore")  # room for what is added
     draft = directory.parent / f".{name}.{secrets.token_hex(4)}.draft"
     spool_directory = draft.with_suffix(".spool")
-
-    def build(plan: Plan) -> None:
-        _remove(draft)
-        _make_directory(draft)
-        spool = Spool(spool_directory)
-        build_checkpoint(store, plan, source, draft, spool=spool, workers=threads, progress=progress)
-
     try:
-        on_plan(store, start, version, build)
+        spool = Spool(spool_directory)
+
+        def build(plan: Plan) -> None:
+            _remove(draft)
+            _make_directory(draft)
+            with Fetch(store, plan, spool, progress=progress) as fetch:
+                build_checkpoint(fetch, source, draft, workers=threads, progress=progress)
+
+        planner.follow(plan, build)
         try:
             if mode is not None:
                 draft.chmod(mode)

@@ -1,21 +1,29 @@
-"""The writer's copy of the last committed snapshot, which the next one is compared with."""
+"""The writer's copy of the last committed snapshot, which the next one is compared with.
+
+Chunks are followed while they are encoded, in the same pass: then the shadow is ahead of the store, until the version
+is committed (``advance``) or given up (``take_back``, out of the attempt's own parts). Nothing is published between.
+While the shadow is ``held`` for somebody who reads it, it is not ahead: it then follows in ``advance`` alone.
+"""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .codec.chunk import ChunkEncoder
+from .codec import DamagedChunk, EncodedChunk, Encoding
+from .codec.chunk import ChunkDecoder
+from .codec.taking import TINY_BYTES, TakingEncoder, take_tiny
+from .errors import CorruptObject
 from .part import ChunkRow
-from .patch import Patch
-from .replay import replay
+from .patch import read_each, run_in_order, write_each
+from .replay import Fetch, replay
 from .snapshot import CHUNK_BYTES
 from .tensors import DeviceBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .device import DeviceShadow
     from .digest import Hasher
@@ -27,15 +35,42 @@ if TYPE_CHECKING:
     from .spool import Spool
     from .tensors import TensorBytes
 
+    Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Positions = np.ndarray[Any, np.dtype[np.int32]]
 
-__all__ = ["Run", "Shadow", "Version"]
+__all__ = ["ALIGNMENT", "Run", "Shadow", "Tiny", "Version", "shared_memory"]
 
 #: Consecutive chunks of one tensor to encode: its number in schema order, its bytes, first chunk, chunk after the last.
 Run = tuple[int, "TensorBytes", int, int]
 #: One chunk's new bytes: its tensor's number, its own, the bytes, and the elements that changed where that is known.
 Version = tuple[int, int, "Bytes", "Positions | None"]
+
+#: Every tensor starts at a multiple of this: no vector load then crosses from one cache line into the next.
+ALIGNMENT = 64
+#: Rows that a thread applies at a time.
+_BATCH_ROWS = 8
+
+
+class Tiny(NamedTuple):
+    """Tiny tensors to encode: their numbers in schema order, and private copies of their bytes.
+
+    Each begins at ``starts`` in ``data``, at a multiple of ``ALIGNMENT``.
+    """
+
+    positions: list[int]
+    starts: list[int]
+    data: Bytes
+
+
+def shared_memory(sizes: Array) -> tuple[Bytes, Array]:
+    """Return uint8 memory for arrays of ``sizes`` bytes (int64), and where each of them starts.
+
+    One piece, because NumPy asks for large pages where an array is large: reading is bound by the memory.
+    """
+    room = -(-sizes // ALIGNMENT) * ALIGNMENT
+    ends = np.cumsum(room)
+    return np.empty(int(ends[-1]) if ends.size else 0, np.uint8), ends - room
 
 
 class Shadow:
@@ -45,48 +80,141 @@ class Shadow:
         self.schema = schema
         self.digests: Digests = np.zeros((schema.chunks, hash_function.size), np.uint8)
         self.hash = hash_function
-        self._level = level
-        self._tensors = [np.empty(spec.nbytes, np.uint8) for spec in schema]
+        self.level = level
+        sizes = np.array([spec.nbytes for spec in schema], np.int64)
+        #: Whether each tensor is tiny: compared in batches.
+        self.tiny = (sizes <= TINY_BYTES) & (sizes > 0)
+        self._sizes = sizes
+        self._memory, self._starts = shared_memory(sizes)
+        self._widths = np.array([spec.width for spec in schema], np.int64)
+        self._tensors = [
+            self._memory[start : start + size]
+            for start, size in zip(self._starts.tolist(), sizes.tolist(), strict=True)
+        ]
+        #: Whether somebody reads the committed bytes: then no version is followed before it is committed. Set between
+        #: versions only.
+        self.held = False
+        #: Chunks that hold bytes of a version which is not committed yet.
+        self._ahead = np.zeros(schema.chunks, bool)
         self._local = threading.local()
         self._device: DeviceShadow | None = None
         self._device_lock = threading.Lock()
 
     def load(self, store: Store, plan: Plan, source: Source | None, spool: Spool, *, workers: int) -> None:
-        """Fetch a plan's parts and fill the shadow with the version that it ends at."""
-        before = source.digests if source else None
-        read = source.checkpoint.chunk if source else self._chunk
-        self.digests = replay(store, plan, spool, before=before, read=read, write=self._store, workers=workers).digests
+        """Fetch a plan's parts and fill the shadow with the version that it ends at.
 
-    def _chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
+        A plan that neither starts from an anchor nor has a source starts from what the shadow holds.
+        """
+        if source is None and not plan.steps:
+            return
+        before = source.digests if source else self.digests
+        read = source.checkpoint.read if source else read_each(self.chunk)
+        with Fetch(store, plan, spool) as fetch:
+            if source is None and plan.start is not None:
+                # What is missing or damaged shows before anything changes: then another plan may start from here.
+                for step in plan.steps:
+                    for part in step.parts:
+                        fetch.wait(part, step)
+            write = write_each(self._store)
+            self.digests = replay(fetch, before=before, read=read, write=write, workers=workers).digests
+
+    def take(self, spec: TensorSpec, content: TensorBytes, chunk: int) -> None:
+        """Take one chunk of a tensor as it is, and note its digest. May be called from several threads."""
+        data = self.chunk(spec, chunk)
+        data[:] = content(*spec.chunk_range(chunk))
+        self.digests[self.schema.chunk_number(spec.name, chunk)] = np.frombuffer(self.hash.digest(data), np.uint8)
+
+    def chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
+        """Return one chunk's bytes: the committed ones, until ``advance``, while the shadow is ``held``."""
         start, end = spec.chunk_range(chunk)
         return self._tensors[self.schema.position(spec.name)][start:end]
 
     def _store(self, spec: TensorSpec, chunk: int, data: Bytes) -> None:
         if self._device is not None:
             self._device.follow(self.schema.position(spec.name), spec.chunk_range(chunk)[0], data)
-        self._chunk(spec, chunk)[:] = data
+        self.chunk(spec, chunk)[:] = data
 
-    def encode(self, runs: Sequence[Run]) -> list[ChunkRow]:
-        """Compare runs of new bytes with the shadow and encode what changed. Called from several threads."""
+    # Encoding
+
+    def _tools(self) -> threading.local:
         local = self._local
         if not hasattr(local, "encoder"):
-            local.encoder = ChunkEncoder(self._level)
+            local.encoder, local.decoder = TakingEncoder(self.level), ChunkDecoder()
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
-        rows = []
-        for position, chunk, given, where in self._versions(runs, local.buffer):
-            spec = self.schema.tensors[position]
-            start, stop = spec.chunk_range(chunk)
-            old = self._tensors[position][start:stop]
-            if where is None:
-                encoded = local.encoder.change(old, given, width=spec.width)
-                new = local.encoder.kept
-            else:
-                encoded = local.encoder.change_at(old, given, where, width=spec.width)
-                new = given
-            if encoded is not None:
-                old_digest = self.digests[int(self.schema.first_chunk[position]) + chunk].tobytes()
-                rows.append(ChunkRow(position, chunk, encoded, old_digest, self.hash.digest(new)))
+        return local
+
+    def encode(self, runs: Sequence[Run], tiny: Tiny | None = None) -> list[ChunkRow]:
+        """Compare new bytes with the shadow, encode what changed, and follow it where that can be undone.
+
+        Called from several threads. What is raised leaves these chunks as they were.
+        """
+        rows: list[ChunkRow] = []
+        try:
+            for version in self._versions(runs, self._tools().buffer):
+                row = self._encode(*version)
+                if row is not None:
+                    rows.append(row)
+            if tiny is not None:
+                self._encode_tiny(tiny, rows)
+        except BaseException:
+            self._undo(rows)
+            raise
         return rows
+
+    def _encode(self, position: int, chunk: int, given: Bytes, where: Positions | None) -> ChunkRow | None:
+        encoder, spec = self._tools().encoder, self.schema.tensors[position]
+        number = int(self.schema.first_chunk[position]) + chunk
+        start, stop = spec.chunk_range(chunk)
+        old = self._tensors[position][start:stop]
+        if where is not None:
+            encoded, new = encoder.change_at(old, given, where, width=spec.width), given
+        elif not self._follows:
+            encoded = encoder.change(old, given, width=spec.width)
+            new = encoder.kept
+        else:
+            encoded = encoder.take(old, given, width=spec.width)
+            self._ahead[number] = encoded is not None and encoded.encoding != Encoding.FULL
+            new = encoder.kept
+        if encoded is None:
+            return None
+        return ChunkRow(position, chunk, encoded, self.digests[number].tobytes(), self.hash.digest(new))
+
+    @property
+    def _follows(self) -> bool:
+        """Whether chunks are followed while they are encoded; else they are when the version is committed.
+
+        Copies on a device are one reason not to: they follow by changed elements only.
+        """
+        return self._device is None and not self.held
+
+    def _encode_tiny(self, tiny: Tiny, rows: list[ChunkRow]) -> None:
+        tensors, starts = np.array(tiny.positions, np.int64), np.array(tiny.starts, np.int64)
+        for width in np.unique(self._widths[tensors]).tolist():
+            of_width = self._widths[tensors] == width
+            self._encode_width(tensors[of_width], starts[of_width], tiny.data, width, rows)
+
+    def _encode_width(self, tensors: Array, starts: Array, data: Bytes, width: int, rows: list[ChunkRow]) -> None:
+        """Encode tiny tensors of one element width; those of which much changed one by one."""
+        numbers, sizes = self.schema.first_chunk[tensors], self._sizes[tensors]
+        if self._follows:
+            changed, ends, payloads = take_tiny(self._memory, data, self._starts[tensors], starts, sizes, width=width)
+            self._ahead[numbers] = changed > 0
+        else:
+            changed, ends, payloads = np.full(len(tensors), -1), starts, b""
+        digest, digest_size = self.hash.digest, self.hash.size
+        old_digests = self.digests[numbers].tobytes()
+        begin = 0
+        for index in np.flatnonzero(changed).tolist():
+            position, count, end = int(tensors[index]), int(changed[index]), int(ends[index])
+            if count < 0:
+                start = int(starts[index])
+                row = self._encode(position, 0, data[start : start + int(sizes[index])], None)
+                rows += [row] if row is not None else []
+                continue
+            encoded = EncodedChunk(Encoding.SPARSE, count, payloads[begin:end])
+            begin = end
+            old_digest = old_digests[index * digest_size : (index + 1) * digest_size]
+            rows.append(ChunkRow(position, 0, encoded, old_digest, digest(self._tensors[position])))
 
     def _versions(self, runs: Sequence[Run], buffer: Bytes) -> Iterator[Version]:
         """Yield each chunk's new bytes, and where they changed if that is known: then they are a private copy."""
@@ -109,10 +237,72 @@ class Shadow:
                 self._device = DeviceShadow(self.schema, self._tensors)
             return self._device
 
-    def advance(self, parts: Sequence[Part], snapshot_id: str, *, workers: int) -> None:
-        """Apply a committed version's own parts, hash-checked, so that the shadow holds exactly what readers will."""
-        patch = Patch(self.schema, self.hash, before=self.digests)
-        patch.add_delta(parts)
-        patch.seal(snapshot_id)
-        patch.run(self._chunk, self._store, everything=False, workers=workers)
-        self.digests = patch.after
+    # Following, and going back
+
+    def advance(self, parts: Callable[[], Sequence[Part]], digests: Digests, *, workers: int) -> None:
+        """Become the version that was committed: ``parts`` are its own, asked for only if some was not followed yet."""
+        if (self.digests != digests).any(axis=1).sum() != self._ahead.sum():
+            self._apply(parts(), backwards=False, workers=workers)
+        self.digests = digests
+        self._ahead[:] = False
+
+    def take_back(self, parts: Sequence[Part], *, workers: int) -> None:
+        """Become the last committed version again, out of the parts of the attempt that is given up.
+
+        May be called again after it was interrupted. Raises ``CorruptObject`` when the old bytes cannot be had.
+        """
+        self._apply(parts, backwards=True, workers=workers)
+        if self._ahead.any():
+            raise CorruptObject("Some chunks of the shadow were followed, but what was done to them is not known.")
+
+    def _undo(self, rows: Sequence[ChunkRow]) -> None:
+        for row in rows:
+            number = int(self.schema.first_chunk[row.tensor]) + row.chunk
+            if self._ahead[number]:
+                stored = row.encoded.encoding, row.encoded.changed, memoryview(row.encoded.payload)
+                self._rebuild(row.tensor, row.chunk, *stored, row.old_digest, backwards=True, key=None)
+
+    def _apply(self, parts: Sequence[Part], *, backwards: bool, workers: int) -> None:
+        """Lead the chunks that are ahead back, or those that are not yet there forward, each one hash-checked."""
+
+        def batches() -> Iterator[tuple[Part, list[int]]]:
+            for part in parts:
+                rows = np.flatnonzero(self._ahead[part.numbers] == backwards).tolist()
+                yield from ((part, rows[first : first + _BATCH_ROWS]) for first in range(0, len(rows), _BATCH_ROWS))
+
+        def apply(batch: tuple[Part, list[int]]) -> None:
+            part, rows = batch
+            for row in rows:
+                tensor, chunk = int(part.tensor[row]), int(part.chunk[row])
+                stored = int(part.encoding[row]), int(part.changed[row]), part.chunk_payload(row)
+                digest = (part.old_digests if backwards else part.new_digests)[row].tobytes()
+                self._rebuild(tensor, chunk, *stored, digest, backwards=backwards, key=part.key)
+
+        for _ in run_in_order(apply, batches(), workers=workers, name="shadow"):
+            pass
+
+    def _rebuild(
+        self,
+        position: int,
+        chunk: int,
+        encoding: int,
+        changed: int,
+        payload: memoryview,
+        digest: bytes,
+        *,
+        backwards: bool,
+        key: str | None,
+    ) -> None:
+        """Lead one chunk to the bytes with this digest."""
+        local, spec = self._tools(), self.schema.tensors[position]
+        start, stop = spec.chunk_range(chunk)
+        out = local.buffer[: stop - start]
+        np.copyto(out, self._tensors[position][start:stop])
+        try:
+            local.decoder.apply(out, encoding, changed, payload, width=spec.width, inverse=backwards)
+        except DamagedChunk as error:
+            raise CorruptObject(f"Chunk {chunk} of {spec.name!r} cannot be applied: {error}.", key=key) from error
+        if self.hash.digest(out) != digest:
+            raise CorruptObject(f"Chunk {chunk} of {spec.name!r} leads to wrong bytes.", key=key)
+        self._store(spec, chunk, out)
+        self._ahead[int(self.schema.first_chunk[position]) + chunk] = not backwards

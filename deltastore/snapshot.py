@@ -10,6 +10,7 @@ import math
 import re
 import struct
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,11 +28,13 @@ __all__ = [
     "CHUNK_BYTES",
     "DTYPES",
     "ChunkRun",
+    "ChunkSpan",
     "Digests",
     "Dtype",
     "Schema",
     "TensorSpec",
     "chunk_batches",
+    "chunk_spans",
     "snapshot_id",
     "tensor_digests",
 ]
@@ -40,6 +43,7 @@ __all__ = [
 CHUNK_BYTES = 1 << 21
 
 _BATCH_RUNS = 256
+_SPAN_CHUNKS = 1024
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_NAME_BYTES = 1024
 MAX_RANK = 64
@@ -48,6 +52,7 @@ MAX_TENSORS = 1 << 22
 
 #: Chunk digests of a whole snapshot: uint8 of shape (chunks, digest size), in schema order.
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +179,11 @@ class _SchemaRecord(msgspec.Struct, frozen=True):
 class Schema:
     """The tensors of one component, in ascending order of their names' UTF-8 bytes.
 
-    ``first_chunk`` has shape (tensors + 1,), int64: the number in schema order of each tensor's first chunk.
+    ``first_chunk`` has shape (tensors + 1,), int64: the number in schema order of each tensor's first chunk. ``sizes``
+    and ``widths`` have shape (tensors,), int64: each tensor's bytes, and its elements' width in bytes.
     """
 
-    __slots__ = ("_positions", "first_chunk", "tensors")
+    __slots__ = ("_heads", "_positions", "first_chunk", "sizes", "tensors", "widths")
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
         self.tensors: tuple[TensorSpec, ...] = tuple(sorted(tensors, key=lambda spec: spec.name.encode()))
@@ -187,7 +193,10 @@ class Schema:
         if len(self._positions) != len(self.tensors):
             raise CorruptObject("The schema names a tensor twice.")
         self.first_chunk = np.zeros(len(self.tensors) + 1, np.int64)
-        np.cumsum([spec.chunks for spec in self.tensors], out=self.first_chunk[1:])
+        self.sizes = np.array([spec.nbytes for spec in self.tensors], np.int64)
+        self.widths = np.array([spec.width for spec in self.tensors], np.int64)
+        np.cumsum(-(-self.sizes // CHUNK_BYTES), out=self.first_chunk[1:])
+        self._heads: list[bytes] | None = None
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -228,12 +237,19 @@ class Schema:
     @property
     def nbytes(self) -> int:
         """How many bytes all tensors take together."""
-        return sum(spec.nbytes for spec in self.tensors)
+        return int(self.sizes.sum())
 
     @property
     def elements(self) -> int:
         """How many elements, as the codec sees them, all tensors have together."""
         return sum(spec.elements for spec in self.tensors)
+
+    def heads(self) -> list[bytes]:
+        """Return what is hashed before each tensor's chunk digests: its name, dtype, shape and number of chunks."""
+        if self._heads is None:
+            counts = np.diff(self.first_chunk).tolist()
+            self._heads = [_head(spec, count) for spec, count in zip(self.tensors, counts, strict=True)]
+        return self._heads
 
     def to_json(self) -> bytes:
         """Return the canonical JSON of this schema."""
@@ -302,6 +318,53 @@ def chunk_batches(
         yield batch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkSpan:
+    """Chunks in ascending order whose bytes share one buffer of at most ``CHUNK_BYTES``: one large, or many tiny ones.
+
+    Each field has one int64 a chunk: ``numbers`` in schema order, ``tensors`` in schema order too, ``chunks`` within
+    its tensor, and where it begins and ends in the buffer: ``starts``, aligned to the element width, and ``stops``.
+    """
+
+    schema: Schema
+    numbers: Numbers
+    tensors: Numbers
+    chunks: Numbers
+    starts: Numbers
+    stops: Numbers
+
+    @property
+    def nbytes(self) -> int:
+        """How much of the buffer is taken, in bytes."""
+        return int(self.stops[-1])
+
+    def __iter__(self) -> Iterator[tuple[TensorSpec, int, int, int]]:
+        """Yield each chunk's tensor, its number in it, and where it begins and ends in the buffer."""
+        columns = (column.tolist() for column in (self.tensors, self.chunks, self.starts, self.stops))
+        for tensor, chunk, start, stop in zip(*columns, strict=True):
+            yield self.schema.tensors[tensor], chunk, start, stop
+
+
+def chunk_spans(schema: Schema, numbers: Numbers) -> Iterator[ChunkSpan]:
+    """Cut chunks, int64 numbers in ascending order, into spans, as few as hold them all."""
+    for first in range(0, len(numbers), _SPAN_CHUNKS):
+        block = numbers[first : first + _SPAN_CHUNKS]
+        tensors = np.searchsorted(schema.first_chunk, block, side="right") - 1
+        chunks = block - schema.first_chunk[tensors]
+        sizes = np.minimum(schema.sizes[tensors] - chunks * CHUNK_BYTES, CHUNK_BYTES)
+        # Sizes are multiples of their own widths: nothing is padded, so neighbours stay neighbours, unless widths mix.
+        width = schema.widths[tensors].max()
+        ends = np.zeros(len(block) + 1, np.int64)
+        np.cumsum(-(-sizes // width) * width, out=ends[1:])
+        low = 0
+        while low < len(block):
+            high = int(np.searchsorted(ends, ends[low] + CHUNK_BYTES, side="right")) - 1
+            chosen = slice(low, high)
+            starts = ends[chosen] - ends[low]
+            yield ChunkSpan(schema, block[chosen], tensors[chosen], chunks[chosen], starts, starts + sizes[chosen])
+            low = high
+
+
 def tensor_digests(schema: Schema, chunk_digests: Digests, hash_function: Hasher) -> list[bytes]:
     """Return the digest of each tensor, in schema order: its name, dtype, shape and chunk digests, hashed.
 
@@ -312,24 +375,24 @@ def tensor_digests(schema: Schema, chunk_digests: Digests, hash_function: Hasher
             f"A digest table of shape {chunk_digests.shape} does not fit a schema of {schema.chunks} chunks."
         )
     data = chunk_digests.tobytes()
-    size = hash_function.size
-    digests = []
-    for position, spec in enumerate(schema.tensors):
-        first, end = int(schema.first_chunk[position]), int(schema.first_chunk[position + 1])
-        name, dtype = spec.name.encode(), spec.dtype.encode()
-        head = struct.pack(
-            f"<20sI{len(name)}sB{len(dtype)}sI{len(spec.shape)}QQ",
-            b"deltastore/tensor/1\0",
-            len(name),
-            name,
-            len(dtype),
-            dtype,
-            len(spec.shape),
-            *spec.shape,
-            end - first,
-        )
-        digests.append(hash_function.digest(head + data[first * size : end * size]))
-    return digests
+    ends = (schema.first_chunk * hash_function.size).tolist()
+    digest = hash_function.digest
+    return [digest(head + data[start:end]) for head, (start, end) in zip(schema.heads(), pairwise(ends), strict=True)]
+
+
+def _head(spec: TensorSpec, chunks: int) -> bytes:
+    name, dtype = spec.name.encode(), spec.dtype.encode()
+    return struct.pack(
+        f"<20sI{len(name)}sB{len(dtype)}sI{len(spec.shape)}QQ",
+        b"deltastore/tensor/1\0",
+        len(name),
+        name,
+        len(dtype),
+        dtype,
+        len(spec.shape),
+        *spec.shape,
+        chunks,
+    )
 
 
 def snapshot_id(schema: Schema, chunk_digests: Digests, hash_function: Hasher) -> str:

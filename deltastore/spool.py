@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from .digest import hasher
 from .errors import CorruptObject, DiskFull, StorageError
 from .manifest import MAX_PART_BYTES
+from .storage import forget_copy
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,11 +41,23 @@ def disk_error(error: OSError, path: Path) -> StorageError:
 
 
 def read_object(backend: Backend, reference: ObjectRef | PartRef, *, limit: int) -> bytes:
-    """Read an object that a record refers to; raises ``CorruptObject`` unless size and digest are the recorded ones."""
+    """Read an object that a record refers to; raises ``CorruptObject`` unless size and digest are the recorded ones.
+
+    A cache's copy that is wrong is dropped, and the object read once more.
+    """
     if reference.size > limit:
         raise CorruptObject(
             f"{reference.key} is said to have {reference.size} bytes; the format allows {limit}.", key=reference.key
         )
+    try:
+        return _read_checked(backend, reference)
+    except CorruptObject:
+        if not forget_copy(backend, reference.key):
+            raise
+    return _read_checked(backend, reference)
+
+
+def _read_checked(backend: Backend, reference: ObjectRef | PartRef) -> bytes:
     data = backend.read(reference.key, limit=reference.size)
     if len(data) != reference.size:
         raise CorruptObject(

@@ -7,9 +7,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from .manifest import BASE_VERSION
-from .retention import Standing
-from .route import ROUTES_PREFIX, list_routes, route_key
-from .tags import read_tags
+from .planner import Planner
+from .route import ROUTES_PREFIX, begun_key, route_key
+from .tags import read_standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,10 +48,9 @@ class Stats:
 
 def stats(store: Store, *, progress: Progress | None = None) -> Stats:
     """Add up what is stored, by manifests and records, and what lies there besides, by listing."""
-    record = store.retention()
-    standing = Standing(record, read_tags(store))
+    standing, _ = read_standing(store)
     history = store.log()
-    routes = [route for route in list_routes(store) if standing.keeps_route(route)]
+    routes = [route for route in Planner(store).read_all() if standing.keeps_route(route)]
     needed: set[str] = set()
     deltas = anchors = skips = 0
     for manifest in history:
@@ -63,7 +62,7 @@ def stats(store: Store, *, progress: Progress | None = None) -> Stats:
             deltas += sum(sizes.values())
     for route in routes:
         needed.update(part.key for part in route.parts)
-        needed.add(route_key(route.version, route.attempt_id))
+        needed.update(key(route.version, route.attempt_id) for key in (route_key, begun_key))
         anchors += route.stored_bytes * (route.kind == "anchor")
         skips += route.stored_bytes * (route.kind == "skip")
     orphans = 0

@@ -15,16 +15,25 @@ import msgspec
 from msgspec import Meta
 
 from .clock import now
-from .errors import CorruptObject, ObjectNotFound, UsageError, VersionForgotten, VersionNotFound
+from .errors import (
+    CorruptObject,
+    ObjectNotFound,
+    SignatureMismatch,
+    UsageError,
+    VersionForgotten,
+    VersionNotFound,
+)
 from .manifest import BASE_VERSION
 from .record import FORMAT, CommitTime, Identifier, VersionNumber, encode_record, parse_record
-from .retention import Ranges, numbers, ranges, ranges_problem
+from .retention import Ranges, Standing, numbers, ranges, ranges_problem
+from .route import Route
 
 if TYPE_CHECKING:
     from .manifest import Manifest
     from .plan import Plan
     from .reader import Store
     from .retention import Retention
+    from .signing import Signer, Verifier
     from .storage.base import Buffer
 
 __all__ = [
@@ -34,6 +43,7 @@ __all__ = [
     "delete_tag",
     "encode_tag",
     "parse_tag",
+    "read_standing",
     "read_tag",
     "read_tags",
     "set_tag",
@@ -78,15 +88,18 @@ def tag_key(name: str) -> str:
     return f"{TAGS_PREFIX}{name}.json"
 
 
-def encode_tag(store: Store, tag: Tag) -> bytes:
+def encode_tag(store: Store, tag: Tag, signer: Signer | None = None) -> bytes:
     """Return a tag as it is stored."""
-    return encode_record(tag, hash_function=store.hash)
+    return encode_record(tag, hash_function=store.hash, signer=signer, kind="tag")
 
 
-def parse_tag(data: Buffer, *, name: str, stream_id: str, hash_name: str) -> Tag:
-    """Parse the tag found under the key of ``name``; raises ``CorruptObject`` or ``UnsupportedFormat``."""
+def parse_tag(data: Buffer, *, name: str, stream_id: str, hash_name: str, verifier: Verifier | None = None) -> Tag:
+    """Parse the tag found under the key of ``name``.
+
+    ``verifier``: that of a signed stream. Raises ``CorruptObject``, ``SignatureMismatch`` or ``UnsupportedFormat``.
+    """
     key = tag_key(name)
-    tag, digest = parse_record(data, Tag, key=key)
+    tag, digest = parse_record(data, Tag, key=key, kind="tag", verifier=verifier)
     problem = ranges_problem(tag.deltas)
     if tag.name != name:
         problem = f"it says that it is {tag.name}"
@@ -112,7 +125,7 @@ def read_tag(store: Store, name: str) -> Tag:
             key=tag_key(name),
             hint="`deltastore tags` lists the tags there are.",
         ) from error
-    return parse_tag(data, name=name, stream_id=store.stream_id, hash_name=store.hash.name)
+    return parse_tag(data, name=name, stream_id=store.stream_id, hash_name=store.hash.name, verifier=store.verifier)
 
 
 def tagged_manifest(store: Store, tag: Tag) -> Manifest:
@@ -130,8 +143,18 @@ def tagged_manifest(store: Store, tag: Tag) -> Manifest:
     return manifest
 
 
+def read_standing(store: Store) -> tuple[Standing, list[Tag]]:
+    """Return what stays of all versions, and the tags: read in the order that makes it safe, the record first.
+
+    A tag set after the record was read is seen by its setter to be too late, one set before is seen here.
+    """
+    record = store.retention()
+    tags = read_tags(store)
+    return Standing(record, tags), tags
+
+
 def read_tags(store: Store) -> list[Tag]:
-    """Return all tags by name; raises ``CorruptObject`` for a damaged one."""
+    """Return all tags by name; raises ``CorruptObject`` for a damaged one, ``SignatureMismatch`` for a forged one."""
     tags = []
     for name in tag_names(store):
         with suppress(VersionNotFound):  # deleted meanwhile
@@ -146,13 +169,15 @@ def tag_names(store: Store) -> list[str]:
     return sorted({found[1] for info in listed if (found := _KEY.match(info.key))} - {"latest"})
 
 
-def set_tag(store: Store, name: str, version: str | int) -> Tag:
+def set_tag(store: Store, name: str, version: str | int, *, signer: Signer | None = None) -> Tag:
     """Create a tag, or move it; returns it once it is sure that the version stays as long as the tag does.
 
-    Raises ``VersionForgotten`` when the version was forgotten before that. The tag then is gone, unless it named this
-    very version before: such a one is given the way that is cheapest now, and stands as it did if that fails.
+    ``signer``: the key of one of a signed stream's signers. Raises ``UsageError`` when it is not, and
+    ``VersionForgotten`` when the version was forgotten before the tag was sure. The tag then is gone, unless it named
+    this very version before: such a one is given the way that is cheapest now, and stands as it did if that fails.
     """
     key = tag_key(name)
+    _check_signer(store, signer)
     manifest = store.resolve(version)
     known = _standing_tag(store, name, manifest)
     ours = known is None
@@ -162,26 +187,37 @@ def set_tag(store: Store, name: str, version: str | int) -> Tag:
         tag = _tag(store, name, manifest, plan)
         written = tag if known is None else _joined(known, tag)
         if written != known:
-            store.backend.write(key, encode_tag(store, written))
+            store.backend.write(key, encode_tag(store, written, signer))
         # Only now is it known that every collector of a later record sees the tag: it reads its record first. What
         # the newest record keeps, no collector of an earlier one takes.
         record = store.retention()
         if _leads(record, plan):
             if (written.deltas, written.routes) == (tag.deltas, tag.routes):
                 return written
-            store.backend.write(key, encode_tag(store, tag))
+            store.backend.write(key, encode_tag(store, tag, signer))
             return tag
         known = written
         if record is not None and not record.keeps(manifest.version):
             break  # else the version is kept by another way than a moment ago
     if ours:
-        _take_back(store, key, encode_tag(store, written))
+        _take_back(store, key, encode_tag(store, written, signer))
     raise _forgotten(manifest.version)
+
+
+def _check_signer(store: Store, signer: Signer | None) -> None:
+    """Raise ``UsageError`` when nobody would believe what ``signer`` signs, or does not sign."""
+    signers = store.stream.signers
+    if signers and (signer is None or signer.public_key not in signers):
+        raise UsageError(
+            "The stream is signed, and so are its tags.", key=store.backend.url, hint="Give the key of a signer."
+        )
+    if signer is not None and not signers:
+        raise UsageError("The stream is not signed, nor are its tags.", key=store.backend.url, hint="Give no key.")
 
 
 def _standing_tag(store: Store, name: str, manifest: Manifest) -> Tag | None:
     """Return the tag of this name if it names this very version already."""
-    with suppress(VersionNotFound, CorruptObject):
+    with suppress(VersionNotFound, CorruptObject, SignatureMismatch):
         known = read_tag(store, name)
         if (known.version, known.commit_id) == (manifest.version, manifest.commit_id):
             return known
@@ -189,6 +225,7 @@ def _standing_tag(store: Store, name: str, manifest: Manifest) -> Tag | None:
 
 
 def _tag(store: Store, name: str, manifest: Manifest, plan: Plan) -> Tag:
+    records = [step.record for step in plan.steps]
     return Tag(
         format=FORMAT,
         stream_id=store.stream_id,
@@ -196,8 +233,8 @@ def _tag(store: Store, name: str, manifest: Manifest, plan: Plan) -> Tag:
         version=manifest.version,
         commit_id=manifest.commit_id,
         created_at=now(),
-        deltas=ranges(step.manifest.version for step in plan.steps if step.route is None),
-        routes=tuple(sorted({step.route.attempt_id for step in plan.steps if step.route is not None})),
+        deltas=ranges(record.version for record in records if not isinstance(record, Route)),
+        routes=tuple(sorted({record.attempt_id for record in records if isinstance(record, Route)})),
     )
 
 
@@ -233,8 +270,8 @@ def _leads(record: Retention | None, plan: Plan) -> bool:
     return record is None or (
         record.keeps(plan.end)
         and all(
-            record.keeps_parts(step.manifest.version) if step.route is None else record.keeps_route(step.route)
-            for step in plan.steps
+            record.keeps_route(used) if isinstance(used, Route) else record.keeps_parts(used.version)
+            for used in (step.record for step in plan.steps)
         )
     )
 
@@ -248,6 +285,6 @@ def _take_back(store: Store, key: str, data: bytes) -> None:
 
 def delete_tag(store: Store, name: str) -> None:
     """Delete a tag; raises ``VersionNotFound`` when there is none of this name."""
-    with suppress(CorruptObject):  # a damaged one is deleted as well
+    with suppress(CorruptObject, SignatureMismatch):  # a damaged or forged one is deleted as well
         read_tag(store, name)
     store.backend.delete(tag_key(name))

@@ -6,9 +6,10 @@ Understands torch tensors on any device, NumPy arrays and checkpoints, without i
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceBytes",
+    "HostBytes",
     "TensorBytes",
     "TensorInput",
     "checkpoint_tensors",
@@ -91,8 +93,18 @@ class DeviceBytes:
         return content
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInput:
+class HostBytes(NamedTuple):
+    """The bytes of a torch tensor that lie in the CPU's memory as they are: a ``TensorBytes`` that tells where."""
+
+    owner: Any
+    address: int
+
+    def __call__(self, start: int, end: int, /) -> Bytes:
+        """Return a view of bytes ``start`` to ``end``."""
+        return _flat(self.owner).numpy()[start:end]  # type: ignore[no-any-return]
+
+
+class TensorInput(NamedTuple):
     """One tensor to publish: its name in the stream, what it is, and its bytes."""
 
     spec: TensorSpec
@@ -101,21 +113,72 @@ class TensorInput:
 
 def named_tensors(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], schema: Schema) -> Iterator[TensorInput]:
     """Yield tensors one at a time under the stream's names; raises ``PublishError`` for a value that is no tensor."""
-    if isinstance(tensors, Mapping):
-        # In schema order a part holds one stretch of chunks, and a receiver can begin before the last part is there.
-        pairs: Iterable[tuple[str, Any]] = sorted(
-            tensors.items(), key=lambda pair: _stream_name(str(pair[0]), schema).encode("utf-8", "replace")
-        )
-    else:
-        pairs = tensors
-    for pair in _each(pairs):
-        name, value = pair
+    pairs = _in_schema_order(tensors, schema) if isinstance(tensors, Mapping) else _each(tensors)
+    plain = _Plain()
+    for name, value in pairs:
         if not isinstance(name, str):
             raise PublishError(f"{name!r} is no tensor's name.", tensors=(str(name),))
+        wanted = schema.get(name) or schema.get(_stream_name(name, schema))
+        if wanted is not None and (content := plain.bytes(value, wanted)) is not None:
+            yield TensorInput(wanted, content)
+            continue
         try:
             yield _input(_stream_name(name, schema), value, schema)
         except CorruptObject as error:  # a name or shape outside the format's limits
             raise PublishError(str(error), tensors=(name,)) from error
+
+
+def _in_schema_order(tensors: Mapping[str, Any], schema: Schema) -> Iterable[tuple[str, Any]]:
+    """Return the pairs of a mapping in schema order, unknown names last.
+
+    Then a part holds one stretch of chunks, and a receiver can begin before the last part is there.
+    """
+
+    def place(name: str) -> tuple[int, bytes]:
+        known = _stream_name(name, schema)
+        return (schema.position(known), b"") if known in schema else (len(schema), known.encode("utf-8", "replace"))
+
+    pairs = list(tensors.items())
+    try:
+        positions = [schema.position(name) for name, _ in pairs]
+    except (KeyError, TypeError):  # wrapped, unknown, or no name at all
+        return sorted(pairs, key=lambda pair: place(str(pair[0])))
+    return [pairs[number] for number in np.argsort(positions).tolist()]
+
+
+class _Plain:
+    """Recognises the commonest kind of tensor, as cheaply as can be: torch's own, contiguous in the CPU's memory."""
+
+    def __init__(self) -> None:
+        torch = sys.modules.get("torch")
+        # The exact types: any other is a subclass, which may have no memory, or not all of it (a DTensor).
+        self._types = () if torch is None else (torch.Tensor, torch.nn.Parameter)
+        self._strided = None if torch is None else torch.strided
+        # Without float4, which counts pairs, and complex64, which may be conjugated.
+        self._dtypes = {
+            getattr(torch, name): known
+            for name, known in _DTYPES.items()
+            if known not in {"F4", "C64"} and hasattr(torch, name)
+        }
+
+    def bytes(self, value: Any, wanted: TensorSpec) -> HostBytes | None:
+        """Return the bytes of a tensor that is ``wanted``; ``None`` for whatever is special, or another one."""
+        if type(value) not in self._types:
+            return None
+        try:
+            if (
+                self._dtypes.get(value.dtype) == wanted.dtype
+                and value.shape == wanted.shape
+                and _on_host(value)
+                and value.layout is self._strided
+                and value.is_contiguous()
+                and not value.is_neg()
+                and (address := value.data_ptr())
+            ):
+                return HostBytes(value, address)
+        except RuntimeError:  # torch's word for what has no memory
+            pass
+        return None
 
 
 def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -206,7 +269,7 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     if flat.is_neg():
         flat = flat.resolve_neg()
     # A view where memory is contiguous; a copy on the tensor's own device where it is not.
-    flat = flat.contiguous().reshape(-1).view(torch.uint8)
+    flat = _flat(flat.contiguous())
     if _on_host(flat):
         return dtype, shape, _view(flat.numpy())
     # The trainer's own stream may still be writing; streams of other threads do not wait for it by themselves.
@@ -214,5 +277,12 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     return dtype, shape, DeviceBytes(flat, ready)
 
 
+def _flat(value: Any) -> Any:
+    """View a contiguous tensor's memory as uint8, in one dimension."""
+    import torch  # noqa: PLC0415 - the caller has it already: it made the tensor
+
+    return value.detach().reshape(-1).view(torch.uint8)
+
+
 def _on_host(flat: Any) -> bool:
-    return bool(flat.device.type == "cpu")
+    return bool(flat.is_cpu)

@@ -1,6 +1,7 @@
 """Publishing: each new snapshot is compared with the shadow, encoded, uploaded, committed; then the shadow follows.
 
-A version that fails, is in doubt, or loses to another writer leaves the shadow at the last *committed* snapshot.
+A version that fails, is in doubt, or loses to another writer leaves the next one compared with the last *committed*
+snapshot: the shadow, ahead of the store while a version is on its way, is led back, or its writer is fenced.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from .anchoring import Anchoring
 from .attempt import Attempt
 from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
 from .codec import LEVELS
 from .codec.chunk import warm_up
+from .codec.taking import warm_up_taking
 from .commit import commit, settle
 from .digest import DEFAULT_HASH
 from .errors import (
@@ -34,7 +37,6 @@ from .errors import (
     VersionConflict,
     WriterFenced,
 )
-from .follow import on_plan
 from .init import create_stream
 from .intake import Intake
 from .manifest import (
@@ -47,30 +49,34 @@ from .manifest import (
     Component,
     LatestHint,
     Manifest,
+    anchor_policy,
     encode_latest,
     encode_manifest,
     manifest_key,
     parse_manifest,
 )
 from .patch import default_workers
+from .planner import Planner
 from .reader import store_at
 from .restore import identify
+from .resume import take_weights
 from .shadow import Shadow
+from .signing import SIGNED, Signer, load_public_keys
 from .snapshot import snapshot_id
 from .spool import TemporarySpool
 from .storage import close_backend, open_backend
 from .tensors import checkpoint_tensors, named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from .manifest import Scalar
-    from .plan import Plan
+    from .manifest import AnchorPolicy, Scalar
+    from .reader import Store
     from .snapshot import Digests
 
 __all__ = ["Publication", "Published", "Writer"]
@@ -108,6 +114,13 @@ class Publication:
         return self._future.done()
 
 
+class _Begun(NamedTuple):
+    """An attempt that the shadow is ahead for."""
+
+    attempt: Attempt
+    intake: Intake
+
+
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """A manifest with all that its commit needs, ready to be sent or in doubt."""
@@ -115,19 +128,34 @@ class _Sent:
     manifest: Manifest
     data: bytes
     attempt: Attempt
+    digests: Digests
 
 
 class Writer:
     """Publishes the versions of one stream. One writer a stream at a time; one version in flight.
 
     ``url`` is a path or any fsspec URL of a backend that this release knows. Where there is no stream yet, one is
-    made from ``base``, a checkpoint directory (``hash_name`` and ``upload_base`` hold for that). Where there is one,
-    the writer goes on after its newest version, with the next epoch; ``base`` then is any checkpoint of the stream,
-    or ``None`` to take the store's anchor. Memory: one snapshot, and a budget of a few dozen chunks; encoded parts
-    wait on disk in ``spool`` (the system's temporary directory unless given).
+    made from ``base``, a checkpoint directory (``hash_name``, ``upload_base``, and the anchor policy ``anchor_every``
+    and ``anchor_when`` hold for that). Where there is one, the writer goes on after its newest version, with the next
+    epoch; ``base`` then is any checkpoint of the stream, or ``None`` to take the store's anchor. Memory: one snapshot,
+    a few dozen chunks, 64 MiB of encoded parts; further parts wait on disk in ``spool`` (the system's temporary
+    directory unless given).
 
-    Raises ``BaseMismatch`` when ``base`` is no checkpoint of the stream, ``StoreNotFound`` when there is neither
-    stream nor base. Not for several threads at once.
+    ``anchors``: make the anchors that the stream's policy asks for, from the shadow, behind the commits; the next
+    version is encoded and committed meanwhile, but its ``result()`` waits until the anchor is made and the shadow may
+    advance.
+
+    ``resume`` says that there must be a stream: none is ever made. With it, ``weights`` may stand for ``base``: what
+    the trainer has loaded, a state dict or pairs as for ``publish``, proven by its hash to be a version of the stream.
+    ``takeover`` is for when the writer before may still be alive: before anything is loaded an empty version is
+    committed with the next epoch, so that its next publish loses. If it is faster, this raises ``VersionConflict``,
+    and may be tried again.
+
+    ``sign_key`` is a file with a private key: a stream that is made is signed, and one that is signed needs it. Such a
+    writer goes on only after what it signed itself, or one of ``trusted_keys`` (as for ``open_store``).
+
+    Raises ``BaseMismatch`` when ``base`` or ``weights`` are no version of the stream, ``StoreNotFound`` when there is
+    neither stream nor base. Not for several threads at once.
     """
 
     def __init__(
@@ -135,9 +163,17 @@ class Writer:
         url: str | Path,
         *,
         base: str | Path | None = None,
+        resume: bool = False,
+        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        takeover: bool = False,
         level: str = "fast",
         hash_name: str = DEFAULT_HASH,
         upload_base: bool = True,
+        anchors: bool = False,
+        anchor_every: int | None = None,
+        anchor_when: float | None = None,
+        sign_key: str | Path | None = None,
+        trusted_keys: Iterable[str | Path] | None = None,
         storage_options: Mapping[str, object] | None = None,
         workers: int | None = None,
         spool: str | Path | None = None,
@@ -145,49 +181,100 @@ class Writer:
     ) -> None:
         if level not in LEVELS:
             raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
+        if (takeover or weights is not None) and not resume:
+            raise UsageError("Only a stream that is there can be gone on with.", hint="Give resume=True too.")
+        if weights is not None and base is not None:
+            raise UsageError("Both weights and a base are given.", hint="Give one of them: either is enough.")
+        self._signer = Signer.load(sign_key) if sign_key is not None else None
+        trusted = load_public_keys(trusted_keys) if trusted_keys is not None else None
+        if trusted is None and self._signer is not None:
+            trusted = frozenset({self._signer.public_key})
         self._backend = open_backend(str(url), storage_options=storage_options)
         self._workers = workers or default_workers()
         self._progress = progress
         self._spool = TemporarySpool(spool)
+        self._begun: _Begun | None = None
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
+        self._anchoring: Anchoring | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
         try:
-            self._open(base, level=level, hash_name=hash_name, upload_base=upload_base)
+            policy = anchor_policy(anchor_every, anchor_when)
+            try:
+                self.store = store_at(self._backend, trusted_keys=trusted)
+            except StoreNotFound:
+                if base is None or resume:
+                    raise
+                self.store = self._create(base, hash_name=hash_name, upload_base=upload_base, policy=policy)
+            self._check_signer()
+            self._open(base, weights, level=level, takeover=takeover)
+            if anchors:
+                self._anchoring = Anchoring(self.store, self._shadow, self._spool, workers=self._workers)
         except BaseException:
             self._release()
             raise
 
-    def _open(self, base: str | Path | None, *, level: str, hash_name: str, upload_base: bool) -> None:
-        try:
-            self.store = store_at(self._backend)
-        except StoreNotFound:
-            if base is None:
-                raise
-            self.store = create_stream(
-                self._backend,
-                open_checkpoint(base),
-                hash_name=hash_name,
-                upload_base=upload_base,
-                workers=self._workers,
-                spool=self._spool.directory,
-                progress=self._progress,
+    def _create(self, base: str | Path, *, hash_name: str, upload_base: bool, policy: AnchorPolicy | None) -> Store:
+        return create_stream(
+            self._backend,
+            open_checkpoint(base),
+            hash_name=hash_name,
+            upload_base=upload_base,
+            anchors=policy,
+            signer=self._signer,
+            workers=self._workers,
+            spool=self._spool.directory,
+            progress=self._progress,
+        )
+
+    def _check_signer(self) -> None:
+        signers = self.store.stream.signers
+        if signers and (self._signer is None or self._signer.public_key not in signers):
+            whose = "no key is given" if self._signer is None else f"{self._signer.public_key} is none of its signers"
+            raise UsageError(
+                f"The stream is signed, and {whose}.", key=self._backend.url, hint="Give the key of one of its signers."
             )
+
+    def _open(
+        self,
+        base: str | Path | None,
+        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None,
+        *,
+        level: str,
+        takeover: bool,
+    ) -> None:
         self._schema = self.store.schema()
         self._shadow = Shadow(self._schema, self.store.hash, level=level)
-        self._head = self.store.latest()
-        self._epoch = self._head.writer_epoch + 1
-        source = None
+        source, start = None, None
         if base is not None:
             source = identify(self.store, base, workers=self._workers, progress=self._progress)
-
-        def load(plan: Plan) -> None:
-            self._shadow.load(self.store, plan, source, self._spool, workers=self._workers)
-
-        on_plan(self.store, source.version if source else None, self._head.version, load)
+            start = source.version
+        elif weights is not None:
+            start = take_weights(self.store, self._shadow, weights, workers=self._workers).version
+        self._head = self.store.latest()
+        self._epoch = self._head.writer_epoch + 1
+        if takeover:
+            self._take_over()
+        planner = Planner(self.store)
+        plan = planner.plan(start, self._head.version)
+        planner.follow(plan, lambda way: self._shadow.load(self.store, way, source, self._spool, workers=self._workers))
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
+        warm_up_taking(spec.width for spec in self._schema)
+
+    def _take_over(self) -> None:
+        """Commit a version that changes nothing: the writer before loses from now on, however long loading takes."""
+        attempt = self._attempt()
+        unchanged = msgspec.structs.replace(
+            self._head.model, changed_elements=0, parts=(), invertible=True, digests=None
+        )
+        sent = self._sent(attempt, unchanged, self._shadow.digests, step=None, metadata={})
+        attempt.wait_uploaded()
+        self._send(commit, sent)
+        self._head = sent.manifest
+        self._doubt = None
+        self._hint()
 
     # Publishing
 
@@ -200,6 +287,11 @@ class Writer:
     def head(self) -> Manifest:
         """That version's manifest."""
         return self._head
+
+    @property
+    def anchor_error(self) -> BaseException | None:
+        """What the newest anchor that was begun failed with; an anchor's failure never fails a publish."""
+        return self._anchoring.error if self._anchoring is not None else None
 
     def publish(
         self,
@@ -220,44 +312,53 @@ class Writer:
         started = time.perf_counter()
         fields = _checked_metadata(metadata or {})
         count = _checked_step(step)
-        attempt = Attempt(
-            self._backend,
-            self._spool,
-            stream_id=self.store.stream_id,
-            version=self._head.version + 1,
-            hash_function=self.store.hash,
-        )
+        self._shadow.held = self._anchoring is not None and self._anchoring.busy
+        attempt = self._attempt()
+        intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
+        # From here on the shadow is ahead, until the attempt is committed or given up: whatever interrupts this.
+        self._begun = _Begun(attempt, intake)
         try:
             attempt.begin(MODEL, self._schema)
-            intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
             if isinstance(tensors, Checkpoint):
                 intake.take(checkpoint_tensors(tensors), reusable=True)
             else:
                 reusable = isinstance(tensors, Mapping)
                 intake.take(named_tensors(tensors, self._schema), reusable=reusable)
             digests = intake.finish()
-            parts = attempt.end()
-            manifest = self._manifest(attempt, digests, parts, intake, step=count, metadata=fields)
-            data = encode_manifest(manifest, hash_function=self.store.hash)
-            parse_manifest(data, version=manifest.version)  # what no reader would take must not be committed
-            sent = _Sent(manifest, data, attempt)
+            component = Component(
+                snapshot_id=snapshot_id(self._schema, digests, self.store.hash),
+                snapshot_bytes=self._schema.nbytes,
+                total_elements=self._schema.elements,
+                changed_elements=intake.changed_elements,
+                parts=attempt.end(),
+                invertible=intake.invertible,
+            )
+            sent = self._sent(attempt, component, digests, step=count, metadata=fields)
             encoded = time.perf_counter()
         except BaseException:
-            attempt.abandon()
+            self._give_up()
             raise
-        return Publication(manifest.version, self._committer.submit(self._finish, sent, started, encoded))
+        return Publication(sent.manifest.version, self._committer.submit(self._finish, sent, started, encoded))
 
-    def _manifest(
+    def _attempt(self) -> Attempt:
+        return Attempt(
+            self._backend,
+            self._spool,
+            stream_id=self.store.stream_id,
+            version=self._head.version + 1,
+            hash_function=self.store.hash,
+        )
+
+    def _sent(
         self,
         attempt: Attempt,
+        component: Component,
         digests: Digests,
-        parts: tuple[Any, ...],
-        intake: Intake,
         *,
         step: int | None,
         metadata: dict[str, Scalar],
-    ) -> Manifest:
-        return Manifest(
+    ) -> _Sent:
+        manifest = Manifest(
             format=FORMAT,
             stream_id=self.store.stream_id,
             version=attempt.version,
@@ -271,24 +372,20 @@ class Writer:
             parent_snapshot_id=self._head.snapshot_id,
             step=step,
             metadata=metadata,
-            components={
-                MODEL: Component(
-                    snapshot_id=snapshot_id(self._schema, digests, self.store.hash),
-                    snapshot_bytes=self._schema.nbytes,
-                    total_elements=self._schema.elements,
-                    changed_elements=intake.changed_elements,
-                    parts=parts,
-                    invertible=intake.invertible,
-                )
-            },
+            components={MODEL: component},
+            required_features=(SIGNED,) if self._signer is not None else (),
         )
+        data = encode_manifest(manifest, hash_function=self.store.hash, signer=self._signer)
+        # What no reader would take must not be committed.
+        parse_manifest(data, version=manifest.version, verifier=self.store.verifier)
+        return _Sent(manifest, data, attempt, digests)
 
     def _finish(self, sent: _Sent, started: float, encoded: float) -> Published:
         """Upload, commit, advance; runs behind ``publish``."""
         try:
             sent.attempt.wait_uploaded()
         except BaseException:
-            sent.attempt.abandon()
+            self._give_up()
             raise
         uploaded = time.perf_counter()
         self._send(commit, sent)
@@ -312,34 +409,56 @@ class Writer:
         )
 
     def _send(self, how: Callable[..., object], sent: _Sent) -> None:
-        """Send or settle a manifest; afterwards it is committed, lost (and we are fenced), or in doubt."""
-        # In doubt until proven otherwise: whatever interrupts the sending, the next publish settles it first.
+        """Send or settle a manifest; afterwards it is committed, lost (and we are fenced), or unknown."""
+        # In doubt until the shadow has followed: whatever interrupts this, the next publish settles it first.
         self._doubt = sent
         try:
             how(self._backend, manifest_key(sent.manifest.version), sent.data, limit=MAX_MANIFEST_BYTES)
         except VersionConflict as error:
-            self._doubt = None
             self._fenced = error
+            self._doubt = self._begun = None
             sent.attempt.abandon()
             raise
-        self._doubt = None
 
     def _advance(self, sent: _Sent) -> None:
+        if self._anchoring is not None:
+            self._anchoring.wait()
+        with self._sure_of_shadow():
+            self._shadow.advance(lambda: sent.attempt.parts(self._schema), sent.digests, workers=self._workers)
+            self._head = sent.manifest
+            self._begun = self._doubt = None
+        sent.attempt.drop()
+        self._hint()
+        if self._anchoring is not None:
+            self._anchoring.follow(sent.manifest)
+
+    def _hint(self) -> None:
+        hint = encode_latest(LatestHint(self.store.stream_id, self._head.version))
+        with suppress(StorageError):  # a hint only: readers find the version without it
+            self._backend.write(LATEST_KEY, hint)
+
+    def _give_up(self) -> None:
+        """Abandon the attempt that was begun, whose manifest was never sent, and make the shadow follow."""
+        if self._begun is None:
+            return
+        attempt, intake = self._begun
+        with self._sure_of_shadow():
+            intake.leave()
+            self._shadow.take_back(attempt.parts(self._schema), workers=self._workers)
+            self._begun = None
+        attempt.abandon()
+
+    @contextmanager
+    def _sure_of_shadow(self) -> Iterator[None]:
+        """Fence this writer unless the block ends well: only a fresh one knows the last committed version then."""
         try:
-            parts = sent.attempt.spooled_parts(self._schema)
-            self._shadow.advance(parts, sent.manifest.snapshot_id, workers=self._workers)
+            yield
         except BaseException as error:
-            # Committed, but our copy of it is not certain: only a fresh writer may go on.
             self._fenced = (
                 error if isinstance(error, DeltastoreError) else PublishError(f"The shadow is lost: {error!r}")
             )
+            self._begun = self._doubt = None
             raise
-        self._head = sent.manifest
-        del parts
-        sent.attempt.drop_spool()
-        hint = encode_latest(LatestHint(self.store.stream_id, sent.manifest.version))
-        with suppress(StorageError):  # a hint only: readers find the version without it
-            self._backend.write(LATEST_KEY, hint)
 
     def _settle(self) -> None:
         """Wait for the version in flight and settle one in doubt; raise if this writer may not publish."""
@@ -352,6 +471,8 @@ class Writer:
             doubt = self._doubt
             self._send(settle, doubt)
             self._advance(doubt)
+        elif self._fenced is None:
+            self._give_up()  # one that an interruption kept from being committed
         if self._fenced is not None:
             raise WriterFenced(
                 f"This writer is fenced: {self._fenced}", key=self._fenced.key, hint="Open a new writer."
@@ -375,6 +496,8 @@ class Writer:
     def _release(self) -> None:
         self._closed = True
         self._committer.shutdown()
+        if self._anchoring is not None:
+            self._anchoring.close()
         self._spool.close()
         close_backend(self._backend)
 

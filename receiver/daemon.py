@@ -62,6 +62,9 @@ class Options:
     engine_url: str | None = None
     engine_options: Mapping[str, str] = field(default_factory=dict)
     storage_options: Mapping[str, object] = field(default_factory=dict)
+    cache: str | Path | None = None
+    cache_bytes: int | None = None
+    trusted_keys: tuple[str, ...] | None = None
     workers: int | None = None
 
 
@@ -154,7 +157,14 @@ class Receiver:
 
     def _open_store(self) -> Store:
         options = self._options
-        return open_store(options.store, storage_options=options.storage_options, sleep=self._pause)
+        return open_store(
+            options.store,
+            storage_options=options.storage_options,
+            cache=options.cache,
+            cache_bytes=options.cache_bytes,
+            trusted_keys=options.trusted_keys,
+            sleep=self._pause,
+        )
 
     def _pause(self, seconds: float) -> None:
         """Wait before the store is asked once more, unless told to stop."""

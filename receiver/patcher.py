@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from deltastore.codec.chunk import warm_up
 from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
-from deltastore.follow import on_plan
 from deltastore.manifest import manifest_key
-from deltastore.replay import counter
+from deltastore.planner import Planner
+from deltastore.replay import Fetch, counter
 from deltastore.restore import Source, build_checkpoint, identify
 from deltastore.spool import Spool
 
@@ -125,17 +125,19 @@ class Patcher:
             return back
         source = self._source or self._first_source()
         start = source.version if source else None
+        planner = Planner(self._store)
         spool = Spool(self._slots.parts)
         planned = time.perf_counter()
 
-        def build(plan: Plan) -> tuple[Plan, Literal["a", "b"], Replayed]:
+        def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Source, Replayed]:
             nonlocal planned
             planned = time.perf_counter()
-            name, directory = self._slots.prepare()
             try:
-                replayed = build_checkpoint(
-                    self._store, plan, source, directory, spool=spool, workers=self._workers, progress=self._progress
-                )
+                with Fetch(self._store, plan, spool, progress=self._progress) as fetch:
+                    name, directory = self._slots.prepare()
+                    built, replayed = build_checkpoint(
+                        fetch, source, directory, workers=self._workers, progress=self._progress
+                    )
             except BaseMismatch as error:
                 if source is not self._source:
                     raise
@@ -144,23 +146,23 @@ class Patcher:
                     key=str(self._slots.link),
                     hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
                 ) from error
-            return plan, name, replayed
+            return name, plan, built, replayed
 
         try:
-            plan, name, replayed = on_plan(self._store, start, target.version, build)
+            name, plan, built, replayed = planner.follow(planner.plan(start, target.version), build)
         except VersionNotFound:
             # A full chunk does not lead back, and a store without an anchor has no other way: the base may have one.
             if source is None or self._base is None:
                 raise
             source = identify(self._store, self._base, workers=self._workers, progress=self._progress)
-            plan, name, replayed = on_plan(self._store, source.version, target.version, build)
-        self._slots.finish(name, target, replayed.digests, self._store.hash)
+            name, plan, built, replayed = planner.follow(planner.plan(source.version, target.version), build)
+        self._slots.finish(name, built, target, self._store.hash)
         patched = time.perf_counter()
         self._slots.swap(name)
         live = self._slots.live()
         if live is None or live.name != name:
             raise CorruptObject(f"{self._slots.link} was changed by somebody else.", key=str(self._slots.link))
-        self._source = self._slots.source(live, workers=self._workers)
+        self._source = built
         spool.clear()
         swapped = time.perf_counter()
         return Patched(

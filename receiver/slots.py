@@ -295,13 +295,8 @@ class Slots:
         except OSError as error:
             raise disk_error(error, self.directory) from error
 
-    def finish(self, name: Literal["a", "b"], manifest: Manifest, digests: Digests, hash_function: Hasher) -> None:
+    def finish(self, name: Literal["a", "b"], held: Source, manifest: Manifest, hash_function: Hasher) -> None:
         """Record what a whole, durable slot holds."""
-        self._record(name, open_checkpoint(self.directory / name), manifest, digests, hash_function)
-
-    def _record(
-        self, name: str, checkpoint: Checkpoint, manifest: Manifest, digests: Digests, hash_function: Hasher
-    ) -> None:
         record = SlotRecord(
             format=_FORMAT,
             stream_id=manifest.stream_id,
@@ -312,8 +307,8 @@ class Slots:
             boot_id="",
             files=(),
         )
-        write_file(self.directory / f"{name}.digests", np.ascontiguousarray(digests).tobytes())
-        self._write_record(name, checkpoint, record)
+        write_file(self.directory / f"{name}.digests", np.ascontiguousarray(held.digests).tobytes())
+        self._write_record(name, held.checkpoint, record)
 
     def _write_record(self, name: str, checkpoint: Checkpoint, record: SlotRecord) -> None:
         current = msgspec.structs.replace(record, boot_id=_boot_id(), files=_files(checkpoint))
@@ -355,7 +350,7 @@ class Slots:
         It changes places with the link in one step, no byte is copied.
         """
         name, directory = self.prepare()
-        self._record(name, source.checkpoint, manifest, source.digests, hash_function)
+        self.finish(name, source, manifest, hash_function)
         try:
             directory.rmdir()
             directory.symlink_to(f"{self.directory.name}/{name}")

@@ -6,25 +6,23 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from deltastore.clock import now
-from deltastore.errors import UsageError
+
+from .http_server import HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from starlette.requests import Request
     from starlette.responses import Response
-    from typing_extensions import Self
+    from starlette.types import ASGIApp
 
     from deltastore.errors import DeltastoreError
 
@@ -157,66 +155,22 @@ class Status:
         return generate_latest(self.registry)
 
 
-class StatusServer:
-    """Serves a ``Status`` over HTTP from a thread of its own. ``listen`` is HOST:PORT; port 0 takes a free one.
-
-    Loopback is open; any other address needs a ``token``, which clients send as ``Authorization: Bearer``. Raises
-    ``UsageError``.
-    """
+class StatusServer(HttpServer):
+    """Serves a ``Status`` over HTTP from a thread of its own."""
 
     def __init__(self, status: Status, listen: str, *, token: str | None, wake: Callable[[], None]) -> None:
-        host, _, port = listen.rpartition(":")
-        host = host.strip("[]")
-        if not host or not port.isdigit():
-            raise UsageError(f"{listen!r} is no address.", hint="Give HOST:PORT, such as 127.0.0.1:9310.")
-        if host not in ("127.0.0.1", "::1", "localhost") and not token:
-            raise UsageError(f"Listening on {host} needs a token.", hint="Set RECEIVER_TOKEN, or listen on 127.0.0.1.")
+        super().__init__(listen, token=token, token_name="RECEIVER_TOKEN", name="status")  # noqa: S106 - a name
         self._status = status
-        self._token = token
         self._wake = wake
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # asyncio leaves Nagle's delay on for a listener that it did not make itself.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            self._socket.bind((host, int(port)))
-            self._socket.listen()
-        except (OSError, OverflowError) as error:
-            self._socket.close()
-            raise UsageError(f"{listen} is not free: {error}.", hint="Give another address with --listen.") from error
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
 
-    def __enter__(self) -> Self:
-        import uvicorn  # noqa: PLC0415 - only a daemon serves
-
-        config = uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, name="status", daemon=True
-        )
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.should_exit = True
-        self._thread.join(timeout=5)
-        self._socket.close()
-
-    def _app(self) -> Callable[..., Any]:
+    def _app(self) -> ASGIApp:
         from starlette.applications import Starlette  # noqa: PLC0415 - only a daemon serves
         from starlette.responses import JSONResponse, PlainTextResponse  # noqa: PLC0415
         from starlette.routing import Route  # noqa: PLC0415
 
-        def allowed(request: Request) -> bool:
-            given = request.headers.get("authorization", "")
-            return self._token is None or hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
-
-        def guarded(answer: Callable[[], Response]) -> Callable[[Request], Any]:
-            async def endpoint(request: Request) -> Response:
-                return answer() if allowed(request) else PlainTextResponse("A token is needed.\n", status_code=401)
+        def endpoint(answer: Callable[[], Response]) -> Callable[[Request], Any]:
+            async def endpoint(_request: Request) -> Response:
+                return answer()
 
             return endpoint
 
@@ -229,10 +183,10 @@ class StatusServer:
 
         return Starlette(
             routes=[
-                Route("/healthz", guarded(lambda: PlainTextResponse("ok\n"))),
-                Route("/readyz", guarded(ready)),
-                Route("/status", guarded(lambda: JSONResponse(self._status.record()))),
-                Route("/metrics", guarded(lambda: PlainTextResponse(self._status.metrics()))),
-                Route("/wake", guarded(wake), methods=["POST"]),
+                Route("/healthz", endpoint(lambda: PlainTextResponse("ok\n"))),
+                Route("/readyz", endpoint(ready)),
+                Route("/status", endpoint(lambda: JSONResponse(self._status.record()))),
+                Route("/metrics", endpoint(lambda: PlainTextResponse(self._status.metrics()))),
+                Route("/wake", endpoint(wake), methods=["POST"]),
             ]
         )

@@ -110,7 +110,7 @@ class ForkServer:
         return json.loads(self._process.stdout.readline())
 
     def start(self, *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Command:
-        """Start ``deltastore …`` or ``receiver …``."""
+        """Start ``deltastore …``, ``receiver …`` or ``trainer …``."""
         self._count += 1
         out, err = (self._directory / f"{self._count}.{name}" for name in ("out", "err"))
         for path in (out, err):
@@ -177,16 +177,33 @@ def _warm_up() -> None:
     import numpy as np  # noqa: PLC0415
 
     from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder  # noqa: PLC0415
+    from deltastore.codec.taking import warm_up_taking  # noqa: PLC0415
     from deltastore.digest import hasher  # noqa: PLC0415
 
-    for name in ("init", "publish", "log", "show", "plan", "restore", "check"):
+    for name in ("init", "publish", "log", "show", "plan", "restore", "check", "anchor", "compact", "keygen"):
         import_module(f"deltastore.cli.{name}")
-    for name in ("run", "once", "status", "verify"):
+    for name in ("run", "once", "status", "cache", "verify"):
         import_module(f"receiver.cli.{name}")
-    for name in ("deltastore.init", "deltastore.writer", "deltastore.fsck", "receiver.daemon", "receiver.status"):
+    for name in (
+        "deltastore.fork",
+        "deltastore.writer",
+        "deltastore.fsck",
+        "deltastore.compact",
+        "receiver.daemon",
+        "receiver.status",
+        "receiver.cache_server",
+    ):
         import_module(name)
-    for name in ("uvicorn", "starlette.applications", "starlette.routing", "httpx", "receiver.engines.torch_server"):
+    for name in (
+        "trainer",
+        "uvicorn",
+        "starlette.applications",
+        "starlette.routing",
+        "httpx",
+        "receiver.engines.torch_server",
+    ):
         import_module(name)
+    warm_up_taking((1, 2, 4, 8))
     encoder, decoder, random = ChunkEncoder(), ChunkDecoder(), np.random.default_rng(0)
     for width in (1, 2, 4, 8):
         old = random.integers(0, 256, 4096, np.uint8)
@@ -289,10 +306,12 @@ def _signal_at_change(signal_number: int, change: int) -> None:
 
 
 def _command(program: str) -> Callable[[], None]:
+    from trainer import main as trainer  # noqa: PLC0415
+
     from deltastore.cli import main as deltastore  # noqa: PLC0415 - the test's side does without
     from receiver.cli import main as receiver  # noqa: PLC0415
 
-    return {"deltastore": deltastore, "receiver": receiver}[program]
+    return {"deltastore": deltastore, "receiver": receiver, "trainer": trainer}[program]
 
 
 if __name__ == "__main__":

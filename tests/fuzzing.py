@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import reference
 import zstandard
-from reference import CONTEXTUAL, DENSE, FULL, RAW, SPARSE, ZSTD
+from reference import APART, CONTEXTUAL, DENSE, FULL, RAW, SPARSE, ZSTD
 
 from deltastore.codec import DamagedChunk, EncodedChunk, Encoding
 from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder
@@ -45,8 +45,11 @@ from deltastore.manifest import (
     part_key,
 )
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
-from deltastore.record import MAX_VERSION
+from deltastore.record import MAX_VERSION, encode_record
+from deltastore.retention import Retention, encode_retention, parse_retention, ranges, ranges_problem
+from deltastore.route import Route, encode_route, parse_route, route_part_key
 from deltastore.snapshot import CHUNK_BYTES, DTYPES, Schema, TensorSpec
+from deltastore.tags import Tag, parse_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,7 +193,7 @@ def _valid_chunk(damage: Damage, encoding: int) -> Chunk:
     chosen[damage.random.randrange(size)] = True
     new[chosen] += rng.choice(np.array([1, 2, 200]), int(chosen.sum())).astype(elements.dtype)
     old_bytes, new_bytes = elements.tobytes(), new.tobytes()
-    method = damage.random.choice((None, RAW, ZSTD))
+    method = damage.random.choice((None, RAW, ZSTD, APART))
     encoded = ChunkEncoder("max" if encoding == CONTEXTUAL else "fast").change(
         elements.view(np.uint8), new.view(np.uint8), width=width
     )
@@ -252,7 +255,7 @@ def _random_contexts(damage: Damage, elements: int, changed: int) -> tuple[bytes
 def _random_stream(damage: Damage, raw: bytes) -> bytes:
     """Store a stream in one of the three ways; now and then as a frame that lies about its length."""
     if damage.random.random() < 0.97 or not raw:
-        return reference.stored_stream(raw, damage.random.choice((None, RAW, ZSTD)))
+        return reference.stored_stream(raw, damage.random.choice((None, RAW, ZSTD, APART)))
     frame = reference.zstd_frame(raw)
     blocks = frame[zstandard.frame_header_size(frame) :]
     declared = damage.random.choice((len(raw) - 1, len(raw) + 1, 1 << 24, damage.number(64)))
@@ -445,17 +448,120 @@ def _resealed(line: bytes) -> bytes:
     return b"%b\n%b\n" % (line, XXH3.of(line).encode())
 
 
-def _manifest_case(damage: Damage) -> bytes:
+def _record_case(damage: Damage, make: Callable[[Damage], bytes]) -> bytes:
     kind = damage.random.randrange(4)
     if kind == 0:
         return _resealed(damage.bytes(1500)) if damage.random.random() < 0.7 else damage.bytes(3000)
-    valid = _valid_manifest(damage)
+    valid = make(damage)
     line = valid.split(b"\n")[0]
     if kind == 1:
-        return _resealed(damage.damaged(line, _valid_manifest(damage)))
+        return _resealed(damage.damaged(line, make(damage)))
     if kind == 2:
         return _resealed(json.dumps(damage.tree(json.loads(line)), separators=(",", ":")).encode())
-    return damage.damaged(valid, _valid_manifest(damage))
+    return damage.damaged(valid, make(damage))
+
+
+def _valid_route(damage: Damage) -> bytes:
+    start = damage.random.choice((None, 0, 3))
+    attempt, digest = "3" * 32, XXH3.of(b"x")
+    parts = tuple(
+        PartRef(route_part_key(start)(7, attempt, f"model-{i:05d}.safetensors"), 99, digest, 3, 3 * i, 3 * i + 2)
+        for i in range(damage.random.randrange(3))
+    )
+    route = Route(
+        format=1,
+        stream_id="1" * 32,
+        attempt_id=attempt,
+        kind="anchor" if start is None else "skip",
+        version=7,
+        created_at="2026-01-02T03:04:05.678Z",
+        commit_id="2" * 32,
+        snapshot_id=digest,
+        start=start,
+        start_commit_id=None if start is None else "4" * 32,
+        parts=parts,
+        changed_elements=17,
+        invertible=start is not None,
+    )
+    return encode_route(route, hash_function=XXH3)
+
+
+def _attempt_route(data: bytes) -> bool:
+    try:
+        with _memory_within(200 * len(data) + (512 << 10)):
+            route = parse_route(data, version=7, attempt_id="3" * 32)
+    except (CorruptObject, UnsupportedFormat) as error:
+        return _refused(error)
+    again = parse_route(encode_route(route, hash_function=XXH3), version=7, attempt_id="3" * 32)
+    assert again == route
+    assert (route.kind == "skip") == (route.start is not None)
+    prefix = route_part_key(route.start)(7, "3" * 32, "model-")
+    assert all(part.key.startswith(prefix) for part in route.parts)
+    return True
+
+
+def _some_ranges(damage: Damage, last: int) -> tuple[tuple[int, int], ...]:
+    return ranges(damage.random.sample(range(last + 1), damage.random.randrange(last + 1)))
+
+
+def _valid_retention(damage: Damage) -> bytes:
+    record = Retention(
+        format=1,
+        stream_id="1" * 32,
+        created_at="2026-01-02T03:04:05.678Z",
+        number=7,
+        until=12,
+        kept=ranges([12, *damage.random.sample(range(12), 4)]),
+        deltas=_some_ranges(damage, 12),
+        routes=tuple(f"{number:032x}" for number in range(damage.random.randrange(4))),
+    )
+    return encode_retention(record, hash_function=XXH3)
+
+
+def _attempt_retention(data: bytes) -> bool:
+    def parse(data: bytes) -> Retention:
+        return parse_retention(data, number=7, stream_id="1" * 32, hash_name=XXH3.name)
+
+    try:
+        with _memory_within(200 * len(data) + (512 << 10)):
+            record = parse(data)
+    except (CorruptObject, UnsupportedFormat) as error:
+        return _refused(error)
+    assert parse(encode_retention(record, hash_function=XXH3)) == record
+    assert record.keeps(record.until)
+    assert ranges_problem(record.kept) is None
+    assert ranges_problem(record.deltas) is None
+    assert list(record.routes) == sorted(set(record.routes))
+    return True
+
+
+def _valid_tag(damage: Damage) -> bytes:
+    tag = Tag(
+        format=1,
+        stream_id="1" * 32,
+        name="best",
+        version=damage.random.choice((0, 7, MAX_VERSION)),
+        commit_id="2" * 32,
+        created_at="2026-01-02T03:04:05.678Z",
+        deltas=_some_ranges(damage, 7),
+        routes=tuple(f"{number:032x}" for number in range(damage.random.randrange(4))),
+    )
+    return encode_record(tag, hash_function=XXH3, kind="tag")
+
+
+def _attempt_tag(data: bytes) -> bool:
+    def parse(data: bytes) -> Tag:
+        return parse_tag(data, name="best", stream_id="1" * 32, hash_name=XXH3.name)
+
+    try:
+        with _memory_within(200 * len(data) + (512 << 10)):
+            tag = parse(data)
+    except (CorruptObject, UnsupportedFormat) as error:
+        return _refused(error)
+    assert parse(encode_record(tag, hash_function=XXH3, kind="tag")) == tag
+    assert tag.name == "best"
+    assert ranges_problem(tag.deltas) is None
+    return True
 
 
 def _attempt_manifest(data: bytes) -> bool:
@@ -572,7 +678,10 @@ def _valid_latest(damage: Damage) -> bytes:
 DECODERS = (
     *(_chunks(encoding) for encoding in (SPARSE, DENSE, FULL, CONTEXTUAL)),
     Decoder("part", _part_case, len, _attempt_part),
-    Decoder("manifest", _manifest_case, len, _attempt_manifest),
+    Decoder("manifest", lambda damage: _record_case(damage, _valid_manifest), len, _attempt_manifest),
+    Decoder("retention", lambda damage: _record_case(damage, _valid_retention), len, _attempt_retention),
+    Decoder("tag", lambda damage: _record_case(damage, _valid_tag), len, _attempt_tag),
+    Decoder("route", lambda damage: _record_case(damage, _valid_route), len, _attempt_route),
     Decoder("schema", lambda damage: _json_case(damage, _valid_schema), len, _attempt_schema),
     Decoder("header", _header_case, len, _attempt_header),
     Decoder("latest", lambda damage: _json_case(damage, _valid_latest), len, _attempt_latest),

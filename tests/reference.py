@@ -14,7 +14,7 @@ import xxhash
 import zstandard
 
 SPARSE, DENSE, FULL, CONTEXTUAL = 1, 2, 3, 4
-ZERO, RAW, ZSTD = 0, 1, 2
+ZERO, RAW, ZSTD, APART = 0, 1, 2, 3
 CHUNK = 2_097_152
 
 HASHES = {"xxh3-128": xxhash.xxh3_128_digest, "blake3": lambda data: blake3.blake3(data).digest()}
@@ -105,6 +105,10 @@ def zstd_frame(raw: bytes, level: int = 1) -> bytes:
 def stored_stream(raw: bytes, method: int | None = None) -> bytes:
     if method is None or not raw:
         method = RAW if any(raw) else ZERO
+    if method == APART:
+        flags = sum(1 << i for i, byte in enumerate(raw) if byte).to_bytes((len(raw) + 7) // 8, "little")
+        stored = stored_stream(flags) + stored_stream(bytes(byte for byte in raw if byte))
+        return struct.pack("<BI", method, len(stored)) + stored
     stored = {ZERO: b"", RAW: raw, ZSTD: zstd_frame(raw) if method == ZSTD else b""}[method]
     return struct.pack("<BI", method, len(stored)) + stored
 
@@ -121,9 +125,17 @@ class Streams:
         piece, self.left = self.left[:size], self.left[size:]
         return piece
 
-    def next(self, raw_size: int) -> bytes:
+    def next(self, raw_size: int, *, inside: bool = False) -> bytes:
         method, size = struct.unpack("<BI", self.take(5))
         stored = self.take(size)
+        if method == APART and raw_size and not inside:
+            inner = Streams(stored)
+            flags = int.from_bytes(inner.next((raw_size + 7) // 8, inside=True), "little") & ((1 << raw_size) - 1)
+            values = inner.next(flags.bit_count(), inside=True)
+            if inner.left:
+                raise DamagedError("left over")
+            left = list(values)
+            return bytes(left.pop(0) if flags >> i & 1 else 0 for i in range(raw_size))
         if method == ZERO and size == 0:
             return bytes(raw_size)
         if method == RAW and size == raw_size:

@@ -58,7 +58,7 @@ def test_parts_are_closed_when_they_are_full_and_tell_their_range(
     assert all(part.key.startswith(f"parts/0000000003/{attempt.attempt_id}/model-") for part in parts)
     for part in parts:
         assert XXH3.of((tmp_path / "store" / part.key).read_bytes()) == part.digest
-    read = attempt.spooled_parts(SCHEMA)
+    read = attempt.parts(SCHEMA)
     assert [number for part in read for number in part.numbers.tolist()] == list(range(7))
 
 
@@ -101,6 +101,34 @@ def test_an_abandoned_attempt_leaves_nothing_in_store_and_spool(attempt: Attempt
     attempt.abandon()
     assert objects(tmp_path) == {}
     assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_parts_that_are_not_kept_wait_on_disk_and_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltastore.attempt, "_PART_BYTES", 2000)
+    seen: list[int] = []
+    write = LocalBackend.write
+
+    def watched(self: LocalBackend, key: str, data: bytes | memoryview) -> None:
+        seen.append(sum(path.is_file() for path in (tmp_path / "spool").rglob("*")))
+        write(self, key, data)
+
+    monkeypatch.setattr(LocalBackend, "write", watched)
+    attempt = Attempt(
+        LocalBackend(tmp_path / "store"),
+        Spool(tmp_path / "spool"),
+        stream_id="1" * 32,
+        version=3,
+        hash_function=XXH3,
+        keep_parts=False,
+    )
+    attempt.begin("model", SCHEMA)
+    attempt.add(rows(range(10)))
+    parts = attempt.end()
+    attempt.wait_uploaded()
+    assert len(parts) > 2
+    assert min(seen) >= 1
+    assert not [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
+    assert objects(tmp_path).keys() == {part.key for part in parts}
 
 
 def test_what_an_upload_raised_is_raised_by_who_waits(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from deltastore.errors import (
 )
 from deltastore.fsck import check
 from deltastore.gc import collect, forget
+from deltastore.planner import Planner
 from deltastore.policy import Policy
 from deltastore.reader import store_at
 from deltastore.retention import encode_retention, retention_key
-from deltastore.route import list_routes, route_key
+from deltastore.route import begun_key
 from deltastore.storage.local import LocalBackend
 from deltastore.tags import set_tag
 from deltastore.testing import Effect, Fault, FaultyBackend
@@ -77,11 +78,15 @@ def test_without_an_anchor_it_says_which_one_would_help(store):
     assert again.freed_bytes >= result.anchor_saves
 
 
-@pytest.mark.parametrize("damage", ["flip", "missing", "another"])
+@pytest.mark.parametrize("damage", ["flip", "missing", "another", "dishonest"])
 @pytest.mark.parametrize("keep_last", [2, 3])
 def test_nothing_is_let_go_for_an_anchor_that_does_not_hold(store, place, damage, keep_last, tmp_path):
     if damage == "another":  # an honest anchor, but of another version
         route = msgspec.structs.replace(begin_anchor(store, 3), snapshot_id=store.manifest(2).snapshot_id)
+        finish_anchor(store, route)
+        attempt_id = route.attempt_id
+    elif damage == "dishonest":  # it says what it should, and holds something else
+        route = begin_anchor(store, 3, holding=2)
         finish_anchor(store, route)
         attempt_id = route.attempt_id
     else:
@@ -93,10 +98,13 @@ def test_nothing_is_let_go_for_an_anchor_that_does_not_hold(store, place, damage
         if damage == "missing":
             part.unlink()
     result = forget(store, Policy(keep_last=keep_last))
-    assert (result.dropped_parts, result.refused_routes) == ((), (attempt_id,))
-    assert result.dropped_routes == (attempt_id,)
+    assert result.dropped_parts == ()
+    if damage == "another":  # no route at all, to anybody
+        assert (result.refused_routes, result.dropped_routes) == ((), ())
+    else:
+        assert (result.refused_routes, result.dropped_routes) == ((attempt_id,), (attempt_id,))
     collect(store)
-    assert list_routes(store) == []
+    assert Planner(store).read_all() == []
     store.restore(4, tmp_path / "out")
     training.assert_holds(tmp_path / "out", training.small_snapshot(4, elements=16))
 
@@ -172,9 +180,9 @@ def test_a_lost_answer_is_read_back_and_doubt_is_said(place, store):
 
 def test_what_cannot_be_finished_any_more_is_removed_and_what_can_is_not(store, place):
     route = begin_anchor(store, 3)
-    store.backend.write(route_key(3, route.attempt_id, "begun.json"), b'{"created_at":"%s"}' % now().encode())
+    store.backend.write(begun_key(3, route.attempt_id), b'{"created_at":"%s"}' % now().encode())
     old = begin_anchor(store, 2)
-    store.backend.write(route_key(2, old.attempt_id, "begun.json"), b'{"created_at":"2020-01-01T00:00:00Z"}')
+    store.backend.write(begun_key(2, old.attempt_id), b'{"created_at":"2020-01-01T00:00:00Z"}')
     first = collect(store)
     assert first.young == 1
     assert {doomed.reason for doomed in first.objects} == {"abandoned"}
@@ -182,7 +190,7 @@ def test_what_cannot_be_finished_any_more_is_removed_and_what_can_is_not(store, 
     with pytest.raises(VersionConflict):
         finish_anchor(store, old)
     finish_anchor(store, route)
-    assert [found.attempt_id for found in list_routes(store)] == [route.attempt_id]
+    assert [found.attempt_id for found in Planner(store).read_all()] == [route.attempt_id]
     assert collect(store, grace=0).objects == ()
     store.backend.write(old.parts[0].key, b"a part that comes late")
     assert [doomed.key for doomed in collect(store).objects] == [old.parts[0].key]
@@ -196,7 +204,7 @@ def test_a_route_finished_while_it_is_closed_stays(store, place):
     )
     assert collect(racing, grace=0).objects == ()
     assert collect(store, grace=0).objects == ()
-    assert [found.attempt_id for found in list_routes(store)] == [route.attempt_id]
+    assert [found.attempt_id for found in Planner(store).read_all()] == [route.attempt_id]
 
 
 def test_a_route_begun_before_a_record_and_finished_after_it_is_dropped(store):
@@ -205,7 +213,7 @@ def test_a_route_begun_before_a_record_and_finished_after_it_is_dropped(store):
     forget(store, Policy(keep_last=2))
     finish_anchor(store, route)
     assert {doomed.reason for doomed in collect(store).objects} == {"forgotten", "dropped"}
-    assert len(list_routes(store)) == 1
+    assert len(Planner(store).read_all()) == 1
     assert kinds(store) == set()
 
 

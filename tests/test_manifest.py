@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltastore.digest import HASHES, hasher
-from deltastore.errors import CorruptObject, DeltastoreError, UnsupportedFormat
+from deltastore.errors import CorruptObject, DeltastoreError, UnsupportedFormat, UsageError
 from deltastore.manifest import (
+    AnchorPolicy,
     Component,
     LatestHint,
     Manifest,
     ObjectRef,
     PartRef,
     StreamRecord,
+    anchor_policy,
     encode_latest,
     encode_manifest,
     manifest_key,
@@ -377,6 +379,44 @@ class NoBackend:
 def test_a_stream_record_of_the_format_is_accepted() -> None:
     store = Store(NoBackend(), parse_manifest(sealed(base()), version=0))  # type: ignore[arg-type]
     assert store.stream_id == STREAM
+
+
+@pytest.mark.parametrize("policy", [{}, {"every": 1}, {"every": 500, "when": None}, {"when": 1}, {"when": 2.5}])
+def test_a_stream_may_say_when_versions_get_anchors(policy: dict[str, Any]) -> None:
+    fields = base()
+    fields["stream"]["anchors"] = policy
+    stream = parse_manifest(sealed(fields), version=0).stream
+    assert stream is not None
+    assert stream.anchors == AnchorPolicy(**policy)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"every": 0}, {"every": 1.5}, {"every": 10**10}, {"when": 0.5}, {"when": "often"}, {"when": 1e10}, []]
+)
+def test_an_anchor_policy_outside_its_limits_is_refused(policy: Any) -> None:
+    fields = base()
+    fields["stream"]["anchors"] = policy
+    refused(sealed(fields), 0)
+    if isinstance(policy, dict):
+        with pytest.raises(UsageError):
+            anchor_policy(policy.get("every"), policy.get("when"))
+
+
+def test_an_anchor_is_due_on_its_turn_or_when_the_way_costs_too_much() -> None:
+    assert anchor_policy(None, None) is None
+    turns = AnchorPolicy(every=4)
+    assert [turns.due(version, cost=10**9, snapshot_bytes=1) for version in (0, 1, 4, 6, 8)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    share = AnchorPolicy(when=1.5)
+    assert not share.due(3, cost=150, snapshot_bytes=100)
+    assert share.due(3, cost=151, snapshot_bytes=100)
+    assert not share.due(0, cost=151, snapshot_bytes=100)
+    assert not AnchorPolicy().due(4, cost=10**9, snapshot_bytes=1)
 
 
 def test_a_version_that_is_asked_for_under_another_key_is_refused() -> None:

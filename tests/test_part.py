@@ -15,7 +15,7 @@ from safetensors import deserialize
 from deltastore.codec import EncodedChunk, Encoding
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject
-from deltastore.part import ChunkRow, Part, PartIdentity, build_part, parse_part
+from deltastore.part import ChunkRow, Part, PartIdentity, build_part, parse_part, table_size
 from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec
 
 XXH3 = hasher("xxh3-128")
@@ -323,7 +323,28 @@ def test_a_part_of_many_rows_costs_arrays_and_no_objects() -> None:
     part = parse(reference.safetensors_file(columns, METADATA), schema=schema)
     assert len(part) == count
     fields = [getattr(part, field.name) for field in dataclasses.fields(part)]
-    assert all(isinstance(value, (str, np.ndarray, memoryview)) for value in fields)
+    assert all(isinstance(value, (str, int, np.ndarray, memoryview)) for value in fields)
+
+
+def test_a_chunk_is_found_in_the_object_from_its_first_bytes_alone() -> None:
+    data = build_part(ROWS, IDENTITY, digest_size=16)
+    size = table_size(data[:2000], key=KEY)
+    table = parse_part(data[:size], IDENTITY, SCHEMA, XXH3, key=KEY, table_only=True)
+    whole = parse(data)
+    assert (table.numbers == whole.numbers).all()
+    assert (table.new_digests == whole.new_digests).all()
+    for row in range(len(table)):
+        start, end = table.chunk_range(row)
+        assert data[start:end] == bytes(whole.chunk_payload(row))
+        assert (start, end) == whole.chunk_range(row)
+    assert end == len(data)
+    for wrong in (data[: size - 1], data[: size + 1], data):
+        with pytest.raises(CorruptObject):
+            parse_part(wrong, IDENTITY, SCHEMA, XXH3, key=KEY, table_only=True)
+    with pytest.raises(CorruptObject):
+        table_size(
+            reference.safetensors_file({"payload": ("U8", (0,), b""), "x": ("U8", (1,), b"x")}, METADATA), key=KEY
+        )
 
 
 def test_the_header_of_a_part_is_valid_json_padded_with_spaces() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,7 +9,11 @@ from hypothesis import strategies as st
 
 from deltastore.errors import CorruptObject, StreamMismatch, VersionNotFound
 from deltastore.manifest import Component, Manifest, ObjectRef, PartRef, StreamRecord, part_key
-from deltastore.plan import Plan, Step, check_link, make_plan, versions_needed
+from deltastore.plan import Plan, Step, cheapest, check_link, make_plan
+from deltastore.route import Route, route_part_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 STREAM, ATTEMPT = "1" * 32, "2" * 32
 DIGEST = f"xxh3-128:{'7' * 32}"
@@ -53,13 +59,31 @@ def history(sizes: list[int], anchor: int = 1000, back: list[bool] | None = None
 
 
 def route(plan: Plan) -> list[tuple[str, int]]:
-    return [(step.kind, step.manifest.version) for step in plan.steps]
+    return [(step.kind, step.record.version) for step in plan.steps]
 
 
-def plan(start: int | None, end: int, manifests: dict[int, Manifest]) -> Plan:
-    """Plan with nothing but the manifests that are said to be needed."""
-    needed = {version: manifests[version] for version in versions_needed(start, end)}
-    found = make_plan(start, end, needed)
+def between(start: int | None, version: int, size: int = 10, *, invertible: bool = True) -> Route:
+    """Return a route whose parts take ``size`` bytes; 0: no part."""
+    attempt = f"{version:016x}{0 if start is None else start + 1:016x}"
+    key = route_part_key(start)(version, attempt, "model-00000.safetensors")
+    return Route(
+        format=1,
+        stream_id=STREAM,
+        attempt_id=attempt,
+        kind="anchor" if start is None else "skip",
+        version=version,
+        created_at="2026-01-02T03:04:05Z",
+        commit_id=commit_of(version),
+        snapshot_id=snapshot_of(version),
+        start=start,
+        start_commit_id=None if start is None else commit_of(start),
+        parts=(PartRef(key, size, DIGEST, 1, 0, 0),) if size else (),
+        invertible=invertible and start is not None,
+    )
+
+
+def plan(start: int | None, end: int, manifests: dict[int, Manifest], routes: Sequence[Route] = ()) -> Plan:
+    found = make_plan(start, end, manifests, routes)
     assert (found.start, found.end, found.snapshot_id) == (start, end, snapshot_of(end))
     assert found.stored_bytes == sum(step.stored_bytes for step in found.steps)
     assert_continuous(found)
@@ -136,33 +160,109 @@ def test_versions_where_nothing_changed_cost_nothing_and_are_walked_through() ->
     assert found.steps[0].parts == ()
 
 
+def test_skips_are_taken_where_they_are_cheaper_and_deltas_where_they_are_not() -> None:
+    manifests = history([10] * 9)
+    skips = [between(0, 4, 12), between(4, 8, 12), between(0, 8, 90)]
+    found = plan(0, 9, manifests, skips)
+    assert route(found) == [("skip", 4), ("skip", 8), ("delta", 9)]
+    assert [(step.start, step.end, step.stored_bytes) for step in found.steps] == [(0, 4, 12), (4, 8, 12), (8, 9, 10)]
+    assert route(plan(0, 8, manifests, [between(0, 8, 500)])) == [("delta", version) for version in range(1, 9)]
+    assert route(plan(3, 9, manifests, skips)) == [("delta", 4), ("skip", 8), ("delta", 9)]
+
+
+def test_a_version_overshot_is_reached_backwards() -> None:
+    assert route(plan(0, 7, history([10] * 8), [between(0, 8, 12)])) == [("skip", 8), ("inverse", 8)]
+    assert route(plan(8, 0, history([10] * 8), [between(0, 8, 12)])) == [("inverse", 8)]
+    found = plan(9, 1, history([10] * 9), [between(0, 8, 12)])
+    assert [(step.kind, step.start, step.end) for step in found.steps] == [
+        ("inverse", 9, 8),
+        ("inverse", 8, 0),
+        ("delta", 0, 1),
+    ]
+
+
+def test_a_skip_that_does_not_lead_back_is_no_way_back() -> None:
+    found = plan(8, 0, history([10] * 8), [between(0, 8, 12, invertible=False)])
+    assert route(found) == [("inverse", version) for version in range(8, 0, -1)]
+
+
+def test_a_later_anchor_is_taken_by_those_who_have_nothing_or_are_far_behind() -> None:
+    manifests = history([400] * 8)
+    anchors = [between(None, 6, 1000)]
+    assert route(plan(None, 7, manifests, anchors)) == [("anchor", 6), ("delta", 7)]
+    assert route(plan(0, 7, manifests, anchors)) == [("anchor", 6), ("delta", 7)]
+    assert plan(0, 7, manifests, anchors).from_anchor
+    assert route(plan(5, 7, manifests, anchors)) == [("delta", 6), ("delta", 7)]
+    assert route(plan(None, 5, manifests, anchors)) == [("anchor", 6), ("inverse", 6)]
+
+
+def work(manifests: dict[int, Manifest]) -> int:
+    return manifests[0].model.snapshot_bytes // 64 + 1
+
+
 @given(st.data())
-def test_every_plan_is_continuous_and_no_dearer_than_any_other_route(data: st.DataObject) -> None:
+def test_every_plan_is_continuous_and_no_dearer_than_any_other_way(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=8))
     ways = [data.draw(st.booleans()) for _ in sizes]
-    anchor = data.draw(st.integers(0, 150))
-    manifests = history(sizes, anchor, ways)
+    manifests = history(sizes, data.draw(st.integers(0, 150)), ways)
+    spans = st.tuples(st.integers(0, len(sizes)), st.integers(0, len(sizes))).filter(lambda span: span[0] < span[1])
+    skips = data.draw(st.lists(spans, unique=True, max_size=4))
+    anchors = data.draw(st.lists(st.integers(0, len(sizes)), unique=True, max_size=2))
+    routes = [
+        between(start, end, data.draw(st.integers(0, 150)), invertible=data.draw(st.booleans())) for start, end in skips
+    ]
+    routes += [between(None, version, data.draw(st.integers(0, 150))) for version in anchors]
     start = data.draw(st.one_of(st.none(), st.integers(0, len(sizes))))
     end = data.draw(st.integers(0, len(sizes)))
-    routes = []
-    if anchor:
-        routes.append(anchor + sum(sizes[:end]))
-    if start is not None and start <= end:
-        routes.append(sum(sizes[start:end]))
-    if start is not None and start > end and all(ways[end:start]):
-        routes.append(sum(sizes[end:start]))
-    if not routes:
+    best = cheapest_by_force(start, end, manifests, routes)
+    if best is None:
         with pytest.raises(VersionNotFound):
-            plan(start, end, manifests)
+            plan(start, end, manifests, routes)
         return
-    assert plan(start, end, manifests).stored_bytes == min(routes)
+    found = plan(start, end, manifests, routes)
+    assert found.stored_bytes + len(found.steps) * work(manifests) == best
 
 
-def test_the_versions_needed_are_those_between_or_all_since_the_anchor() -> None:
-    assert list(versions_needed(2, 4)) == [2, 3, 4]
-    assert list(versions_needed(2, 2)) == [2]
-    assert list(versions_needed(None, 2)) == [0, 1, 2]
-    assert list(versions_needed(3, 1)) == [0, 1, 2, 3]
+def cheapest_by_force(
+    start: int | None, end: int, manifests: dict[int, Manifest], routes: Sequence[Route]
+) -> int | None:
+    """Relax every hop as often as there are versions; ``None`` when nothing leads there."""
+    hops: list[tuple[int | None, int, int]] = []
+    for version, entry in manifests.items():
+        size = sum(part.size for part in entry.model.parts)
+        if version:
+            hops.append((version - 1, version, size))
+            hops += [(version, version - 1, size)] if entry.model.invertible else []
+        elif size:
+            hops.append((None, 0, size))
+    for entry in routes:
+        hops.append((entry.start, entry.version, entry.stored_bytes))
+        hops += (
+            [(entry.version, entry.start, entry.stored_bytes)] if entry.invertible and entry.start is not None else []
+        )
+    # Whoever has a version has nothing too: an anchor may be taken from anywhere.
+    costs: dict[int | None, int] = {None: 0, start: 0}
+    for _ in range(len(manifests) + 1):
+        for origin, place, size in hops:
+            if origin in costs:
+                costs[place] = min(costs.get(place, 10**9), costs[origin] + size + work(manifests))
+    return costs.get(end)
+
+
+@given(st.data())
+def test_what_was_not_read_is_taken_as_guessed(data: st.DataObject) -> None:
+    """With a guess instead of unread deltas a plan is the one that it would be if they were of that size."""
+    sizes = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=8))
+    read = data.draw(st.sets(st.integers(1, len(sizes))))
+    guess = data.draw(st.integers(1, 50))
+    full = history([size if version in read else guess for version, size in enumerate(sizes, 1)])
+    known = {version: full[version] for version in full if version in read or version in {0, len(sizes)}}
+    hops = cheapest(0, len(sizes), known, guess=guess)
+    assert hops is not None
+    assert sum(hop.stored_bytes for hop in hops) == make_plan(0, len(sizes), full).stored_bytes
+    assert [hop.record is None for hop in hops] == [hop.end not in known for hop in hops]
+    last = {len(sizes): full[len(sizes)]}
+    assert (cheapest(0, len(sizes), last) is None) == (len(sizes) > 1)
 
 
 def test_a_step_knows_where_it_leads() -> None:

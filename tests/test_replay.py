@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,14 +12,18 @@ import deltastore.replay
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import CorruptObject, StorageError
 from deltastore.part import PartIdentity, build_part
-from deltastore.replay import _windows, replay
+from deltastore.patch import write_each
+from deltastore.replay import Fetch, _windows, replay
 from deltastore.restore import identify
 from deltastore.spool import Spool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from deltastore.plan import Plan
     from deltastore.reader import Store
+    from deltastore.replay import Replayed
+    from deltastore.restore import Source
     from deltastore.snapshot import TensorSpec
 
 TENSORS, ELEMENTS = 60, 150_000
@@ -53,6 +57,17 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deltastore.replay, "_LEAST_WINDOW_CHUNKS", 4)
 
 
+def follow(store: Store, plan: Plan, spool: Spool, source: Source | None, write: Any, *, workers: int) -> Replayed:
+    with Fetch(store, plan, spool) as fetch:
+        return replay(
+            fetch,
+            before=source.digests if source else None,
+            read=source.checkpoint.read if source else nothing,
+            write=write,
+            workers=workers,
+        )
+
+
 class Result:
     """Collects the chunks that a replay hands on."""
 
@@ -79,15 +94,7 @@ def test_a_plan_leads_to_its_version_window_by_window(route, history, tmp_path) 
         store.restore(start, tmp_path / "source")
         source = identify(store, tmp_path / "source", workers=2)
     result = Result()
-    replayed = replay(
-        store,
-        plan,
-        Spool(tmp_path / "parts"),
-        before=source.digests if source else None,
-        read=source.checkpoint.chunk if source else nothing,
-        write=result.write,
-        workers=2,
-    )
+    replayed = follow(store, plan, Spool(tmp_path / "parts"), source, write_each(result.write), workers=2)
     assert all((result.tensors[name] == data).all() for name, data in snapshots[end].items())
     assert replayed.fetched_bytes == plan.stored_bytes
     assert (replayed.digests == replay_digests(store, end, tmp_path)).all()
@@ -139,7 +146,7 @@ def test_chunks_are_built_while_later_parts_are_on_their_way(history, tmp_path) 
         gate.opened.set()
 
     spool = Spool(tmp_path / "parts")
-    replay(store, plan, spool, before=source.digests, read=source.checkpoint.chunk, write=write, workers=2)
+    follow(store, plan, spool, source, write_each(write), workers=2)
     assert all((result.tensors[name] == data).all() for name, data in history[1][1].items())
 
 
@@ -152,20 +159,12 @@ def test_a_part_that_holds_other_chunks_than_its_manifest_says_is_refused(histor
     part = step.parts[0]
     for changes in ({"first": part.first + 1}, {"last": part.last + 1}, {"chunks": part.chunks - 1}):
         wrong = msgspec.structs.replace(part, **changes)
-        model = msgspec.structs.replace(step.manifest.model, parts=(wrong, *step.parts[1:]))
-        manifest = msgspec.structs.replace(step.manifest, components={"model": model})
+        model = msgspec.structs.replace(step.record.model, parts=(wrong, *step.parts[1:]))
+        manifest = msgspec.structs.replace(step.record, components={"model": model})
         forged = type(plan)(plan.start, plan.end, plan.snapshot_id, (type(step)("delta", manifest),))
         source = identify(store, history[0] / "base", workers=2)
         with pytest.raises(CorruptObject) as caught:
-            replay(
-                store,
-                forged,
-                Spool(tmp_path / "parts"),
-                before=source.digests,
-                read=source.checkpoint.chunk,
-                write=lambda *_: None,
-                workers=2,
-            )
+            follow(store, forged, Spool(tmp_path / "parts"), source, lambda *_: None, workers=2)
         assert caught.value.key == part.key
 
 
@@ -175,23 +174,15 @@ def test_a_part_without_a_row_is_refused(history, tmp_path) -> None:
     store = open_store(history[0] / "store")
     plan = store.plan(0, 1)
     step = plan.steps[0]
-    identity = PartIdentity(store.stream_id, 1, step.manifest.attempt_id, "model")
+    identity = PartIdentity(store.stream_id, 1, step.record.attempt_id, "model")
     data = build_part([], identity, digest_size=store.hash.size)
     wrong = msgspec.structs.replace(step.parts[0], size=len(data), digest=store.hash.of(data))
-    model = msgspec.structs.replace(step.manifest.model, parts=(wrong,))
-    manifest = msgspec.structs.replace(step.manifest, components={"model": model})
+    model = msgspec.structs.replace(step.record.model, parts=(wrong,))
+    manifest = msgspec.structs.replace(step.record, components={"model": model})
     forged = type(plan)(plan.start, plan.end, plan.snapshot_id, (type(step)("delta", manifest),))
     spool = Spool(tmp_path / "parts")
     spool.put(data, wrong.digest)
     source = identify(store, history[0] / "base", workers=1)
     with pytest.raises(CorruptObject) as caught:
-        replay(
-            store,
-            forged,
-            spool,
-            before=source.digests,
-            read=source.checkpoint.chunk,
-            write=lambda *_: None,
-            workers=1,
-        )
+        follow(store, forged, spool, source, lambda *_: None, workers=1)
     assert caught.value.key == wrong.key

@@ -417,3 +417,54 @@ def test_a_writer_starts_from_any_version_and_goes_on_after_the_newest(url, base
         snapshots.append(after)
         assert holds(after).version == len(snapshots) - 1
     assert [manifest.writer_epoch for manifest in open_store(url).log()] == [1, 2, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("where", ["_sent", "committer", "settle", "after the commit"])
+def test_an_interruption_anywhere_leaves_the_next_publish_right(url, base, faulty, holds, monkeypatch, where):
+    first, second = training.step(base, 1), training.step(base, 4)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with Writer("here") as writer:
+        if where in {"settle", "after the commit"}:
+            error = lambda: StorageError("denied", transient=False, hint="ask")  # noqa: E731 - a fault's maker
+            faulty.add(Fault(operation="create", key_prefix="manifests/", error=error))
+            with pytest.raises(CommitInDoubt):
+                writer.publish(first).result()
+        with monkeypatch.context() as patch:
+            if where == "_sent":
+                patch.setattr(writer, "_sent", interrupt)
+            elif where == "committer":
+                settled = writer._settle
+                patch.setattr(
+                    writer, "_settle", lambda: (settled(), patch.setattr(writer._committer, "submit", interrupt))
+                )
+            elif where == "settle":
+                patch.setattr(deltastore.writer, "settle", interrupt)
+            else:
+                patch.setattr(writer, "_advance", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                writer.publish(first)
+        published = writer.publish(second).result()
+    assert published.version == (1 if where in {"_sent", "committer"} else 2)
+    holds(second)
+    keys = {info.key for info in LocalBackend(url).list("parts/")}
+    assert keys >= {part.key for manifest in open_store(url).log() for part in manifest.model.parts}
+
+
+def test_a_shadow_that_cannot_go_back_fences_its_writer(url, base, faulty, holds, monkeypatch):
+    with Writer("here") as writer:
+        faulty.add(Fault(operation="write", key_prefix="parts/", error=lambda: StorageError("denied", hint="ask")))
+
+        def lost(*_, **__):
+            raise MemoryError
+
+        monkeypatch.setattr(writer._shadow, "take_back", lost)
+        with pytest.raises(MemoryError):
+            writer.publish(training.step(base, 1)).result()
+        with pytest.raises(WriterFenced, match="shadow is lost"):
+            writer.publish(training.step(base, 2))
+    with Writer("here") as writer:
+        writer.publish(training.step(base, 2)).result()
+    assert holds(training.step(base, 2)).version == 1

@@ -9,7 +9,7 @@ from .app import LazyGroup, run
 __all__ = ["main"]
 
 _VERBS = {
-    "init": "Make a stream from a base checkpoint.",
+    "init": "Make a stream from a base checkpoint, or from a version of another stream.",
     "publish": "Publish a checkpoint directory as the next version.",
     "log": "List the versions.",
     "show": "Show one version.",
@@ -22,6 +22,10 @@ _VERBS = {
     "tags": "List the tags.",
     "forget": "Let old versions go.",
     "gc": "Remove what nothing needs any more.",
+    "anchor": "Store a version whole, so that new receivers start there.",
+    "compact": "Add skip deltas, anchors and log segments for those far behind.",
+    "probe": "Try whether a place keeps what a store needs.",
+    "keygen": "Make a key that signs a stream.",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from contextlib import contextmanager
@@ -20,16 +21,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LazyGroup",
+    "cache_options",
+    "cache_size_option",
     "debug_option",
     "emit",
     "json_option",
     "progress_bar",
     "run",
+    "sign_key_option",
     "storage_options",
     "store_options",
+    "trusted_keys_option",
 ]
 
 _INTERRUPTED = 130
+
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) *([A-Za-z]{0,3})", re.ASCII)
+_UNITS: dict[str, int] = {"B": 1} | {
+    f"{letter}{end}": base**power
+    for base, letters, end in ((1024, "KMGT", "iB"), (1000, "kMGT", "B"))
+    for power, letter in enumerate(letters, 1)
+}
 
 
 class LazyGroup(click.Group):
@@ -100,6 +112,20 @@ def _pairs(_context: click.Context, _parameter: click.Parameter, values: tuple[s
     return pairs
 
 
+def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+    """Read a number of bytes as people type it."""
+    if value is None:
+        return None
+    found = _SIZE.fullmatch(value.strip())
+    unit = _UNITS.get(found[2] or "B") if found else None
+    if found is None or unit is None:
+        raise click.BadParameter(f"{value!r} is no size such as 50GiB.")
+    number = int(float(found[1]) * unit)
+    if not 0 < number <= 2**62:
+        raise click.BadParameter(f"{value!r} is out of range.")
+    return number
+
+
 def key_value_option(*names: str, help: str) -> Callable[[Any], Any]:  # noqa: A002 - click's word
     """Return a repeatable ``KEY=VALUE`` option."""
     return click.option(*names, multiple=True, metavar="KEY=VALUE", callback=_pairs, help=help)
@@ -108,8 +134,39 @@ def key_value_option(*names: str, help: str) -> Callable[[Any], Any]:  # noqa: A
 storage_options = key_value_option(
     "--storage-option", "storage_options", help="An option for the storage backend; may be repeated."
 )
+cache_size_option = click.option(
+    "--cache-size", "cache_bytes", metavar="SIZE", callback=_size, help="Bound of a cache directory (default: 50GiB)."
+)
+
+
+def _none_if_empty(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    return values or None
+
+
+trusted_keys_option = click.option(
+    "--trusted-key",
+    "trusted_keys",
+    multiple=True,
+    metavar="HEX|FILE",
+    callback=_none_if_empty,
+    help="Take nothing that this public key did not sign; may be repeated for several keys.",
+)
+sign_key_option = click.option(
+    "--sign-key", metavar="FILE", help="The private key that signs what is written (see `deltastore keygen`)."
+)
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --cache and --cache-size."""
+    option = click.option(
+        "--cache", metavar="DIR|URL", help="Read parts through a shared directory, or a site's `receiver cache`."
+    )
+    decorated: Callable[..., Any] = option(cache_size_option(function))
+    return decorated
 
 
 def store_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from .app import emit, json_option, progress_bar, store_options
+from .app import emit, json_option, progress_bar, store_options, trusted_keys_option
 from .records import human_bytes
 
 __all__ = ["command"]
@@ -16,6 +16,7 @@ _DAMAGE = 3
 
 @click.command("check")
 @store_options
+@trusted_keys_option
 @click.option("--read-data", is_flag=True, help="Read every part and prove every version's snapshot id.")
 @click.option(
     "--read-data-subset",
@@ -26,15 +27,24 @@ _DAMAGE = 3
 )
 @json_option
 def command(
-    store: str, storage_options: dict[str, str], read_data: bool, read_data_subset: float, as_json: bool
+    store: str,
+    storage_options: dict[str, str],
+    trusted_keys: tuple[str, ...] | None,
+    read_data: bool,
+    read_data_subset: float,
+    as_json: bool,
 ) -> None:
     """Check a store for damage; exits with 3 when there is any."""
     from deltastore.fsck import check  # noqa: PLC0415 - heavy, and --help does without
+    from deltastore.signing import load_public_keys  # noqa: PLC0415
     from deltastore.storage import open_backend  # noqa: PLC0415
 
+    keys = load_public_keys(trusted_keys) if trusted_keys is not None else None
     backend = open_backend(store, storage_options=storage_options)
     with progress_bar() as progress:
-        report = check(backend, read_data=read_data, subset_percent=read_data_subset, progress=progress)
+        report = check(
+            backend, read_data=read_data, subset_percent=read_data_subset, trusted_keys=keys, progress=progress
+        )
     if as_json:
         emit({"ok": report.ok, **asdict(report)})
     else:

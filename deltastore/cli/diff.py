@@ -8,7 +8,7 @@ import click
 
 from deltastore.reader import open_store
 
-from .app import emit, json_option, progress_bar, store_options
+from .app import emit, json_option, progress_bar, store_options, trusted_keys_option
 from .records import human_bytes, table
 
 if TYPE_CHECKING:
@@ -19,14 +19,22 @@ __all__ = ["command"]
 
 @click.command("diff")
 @store_options
+@trusted_keys_option
 @click.argument("start", metavar="A")
 @click.argument("end", metavar="B")
 @json_option
-def command(store: str, storage_options: dict[str, str], start: str, end: str, as_json: bool) -> None:
+def command(
+    store: str,
+    storage_options: dict[str, str],
+    trusted_keys: tuple[str, ...] | None,
+    start: str,
+    end: str,
+    as_json: bool,
+) -> None:
     """Show what changed from version A to version B, tensor by tensor."""
     from deltastore.diff import diff  # noqa: PLC0415 - heavy, and --help does without
 
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     first, last = opened.resolve(start).version, opened.resolve(end).version
     with progress_bar() as progress:
         record = _record(diff(opened, first, last, progress=progress))

@@ -10,7 +10,7 @@ import click
 from deltastore.errors import UsageError
 from deltastore.reader import open_store
 
-from .app import emit, json_option, progress_bar, store_options
+from .app import emit, json_option, progress_bar, store_options, trusted_keys_option
 from .records import human_bytes, human_ranges
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = ["command"]
 
 @click.command("forget")
 @store_options
+@trusted_keys_option
 @click.option("--keep-last", required=True, type=click.IntRange(min=1), metavar="N", help="Keep the N newest versions.")
 @click.option("--keep-tagged", is_flag=True, help="Keep tagged versions even after their tags are deleted.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep every K-th version from 0 on.")
@@ -32,6 +33,7 @@ __all__ = ["command"]
 def command(
     store: str,
     storage_options: dict[str, str],
+    trusted_keys: tuple[str, ...] | None,
     keep_last: int,
     keep_tagged: bool,
     keep_every: int | None,
@@ -46,7 +48,7 @@ def command(
     from deltastore.gc import forget  # noqa: PLC0415 - --help does without
     from deltastore.policy import Policy  # noqa: PLC0415
 
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     policy = Policy(keep_last=keep_last, keep_tagged=keep_tagged, keep_every=keep_every)
     if not dry_run and not yes:
         _ask(opened, policy)

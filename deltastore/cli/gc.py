@@ -6,7 +6,7 @@ import click
 
 from deltastore.reader import open_store
 
-from .app import emit, json_option, progress_bar, store_options
+from .app import emit, json_option, progress_bar, store_options, trusted_keys_option
 from .records import human_bytes, table
 
 __all__ = ["command"]
@@ -14,6 +14,7 @@ __all__ = ["command"]
 
 @click.command("gc")
 @store_options
+@trusted_keys_option
 @click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
 @click.option(
     "--grace",
@@ -24,11 +25,18 @@ __all__ = ["command"]
     help="Leave routes alone that were begun less than so long ago.",
 )
 @json_option
-def command(store: str, storage_options: dict[str, str], dry_run: bool, grace: float, as_json: bool) -> None:
+def command(
+    store: str,
+    storage_options: dict[str, str],
+    trusted_keys: tuple[str, ...] | None,
+    dry_run: bool,
+    grace: float,
+    as_json: bool,
+) -> None:
     """Remove objects that nothing needs any more. Safe at any time, beside anything."""
     from deltastore.gc import collect  # noqa: PLC0415 - --help does without
 
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     with progress_bar() as progress:
         result = collect(opened, dry_run=dry_run, grace=grace, progress=progress)
     reasons = result.by_reason()

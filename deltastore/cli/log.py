@@ -7,23 +7,34 @@ from typing import Any
 import click
 
 from deltastore.reader import open_store
+from deltastore.tags import read_standing
 
-from .app import emit, json_option, store_options
-from .records import human_bytes, read_standing, table, version_record
+from .app import emit, json_option, store_options, trusted_keys_option
+from .records import human_bytes, table, version_record
 
 __all__ = ["command"]
 
 
 @click.command("log")
 @store_options
+@trusted_keys_option
 @click.option("-n", "last", type=click.IntRange(min=1), help="Only the newest N versions.")
 @json_option
 @click.option("--jsonl", "as_lines", is_flag=True, help="Print a JSON object a line.")
-def command(store: str, storage_options: dict[str, str], last: int | None, as_json: bool, as_lines: bool) -> None:
+def command(
+    store: str,
+    storage_options: dict[str, str],
+    trusted_keys: tuple[str, ...] | None,
+    last: int | None,
+    as_json: bool,
+    as_lines: bool,
+) -> None:
     """List the versions, oldest first."""
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     standing, tags = read_standing(opened)
-    records = [version_record(manifest, standing, tags) for manifest in opened.log(last=last)]
+    history = opened.log(last=last)
+    anchored = opened.anchored(range(history[0].version, history[-1].version + 1), standing)
+    records = [version_record(manifest, standing, tags, anchored) for manifest in history]
     if as_lines:
         import msgspec  # noqa: PLC0415 - only where JSON is asked for
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import click
 
-from .app import emit, json_option, key_value_option, parse_scalar, progress_bar, store_options
+from deltastore.retention import Standing
+
+from .app import (
+    emit,
+    json_option,
+    key_value_option,
+    parse_scalar,
+    progress_bar,
+    sign_key_option,
+    store_options,
+    trusted_keys_option,
+)
 from .records import human_bytes, version_record
 
 __all__ = ["command"]
@@ -17,6 +28,8 @@ __all__ = ["command"]
 @key_value_option("--meta", "metadata", help="A metadata field; may be repeated.")
 @click.option("--level", type=click.Choice(["fast", "max"]), default="fast", show_default=True)
 @click.option("--base", help="A local checkpoint of the stream, to compare with (default: the store's anchor).")
+@sign_key_option
+@trusted_keys_option
 @json_option
 def command(
     store: str,
@@ -26,23 +39,32 @@ def command(
     metadata: dict[str, str],
     level: str,
     base: str | None,
+    sign_key: str | None,
+    trusted_keys: tuple[str, ...] | None,
     as_json: bool,
 ) -> None:
     """Publish a checkpoint directory as exactly one new version."""
     from deltastore.checkpoint import open_checkpoint  # noqa: PLC0415 - heavy, and --help does without
-    from deltastore.reader import open_store  # noqa: PLC0415
     from deltastore.writer import Writer  # noqa: PLC0415
 
     checkpoint = open_checkpoint(checkpoint_dir)
-    open_store(store, storage_options=storage_options)  # a store must be there: --base is no wish to make one
     fields = {name: parse_scalar(value) for name, value in metadata.items()}
     with (
         progress_bar() as progress,
-        Writer(store, base=base, level=level, storage_options=storage_options, progress=progress) as writer,
+        Writer(
+            store,
+            resume=True,  # a stream must be there: --base is no wish to make one
+            base=base,
+            level=level,
+            sign_key=sign_key,
+            trusted_keys=trusted_keys,
+            storage_options=storage_options,
+            progress=progress,
+        ) as writer,
     ):
         published = writer.publish(checkpoint, step=step, metadata=fields).result()
         manifest = writer.head
-    record = version_record(manifest)
+    record = version_record(manifest, Standing(None))
     if as_json:
         emit({"stream_id": manifest.stream_id, **record, "timings": dict(published.timings)})
     else:

@@ -5,37 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from deltastore.manifest import Manifest
     from deltastore.plan import Plan
-    from deltastore.reader import Store
     from deltastore.retention import Ranges, Standing
+    from deltastore.route import Route
     from deltastore.tags import Tag
 
-__all__ = [
-    "human_bytes",
-    "human_ranges",
-    "plan_record",
-    "read_standing",
-    "table",
-    "tag_record",
-    "version_record",
-]
+__all__ = ["human_bytes", "human_ranges", "plan_record", "route_record", "table", "tag_record", "version_record"]
 
 
-def read_standing(store: Store) -> tuple[Standing, list[Tag]]:
-    """Return what stays of all versions, and the tags."""
-    from deltastore.retention import Standing  # noqa: PLC0415 - only where a store is asked
-    from deltastore.tags import read_tags  # noqa: PLC0415
-
-    record = store.retention()
-    tags = read_tags(store)
-    return Standing(record, tags), tags
-
-
-def version_record(manifest: Manifest, standing: Standing | None = None, tags: Sequence[Tag] = ()) -> dict[str, Any]:
-    """Return one version's documented fields."""
+def version_record(
+    manifest: Manifest, standing: Standing, tags: Iterable[Tag] = (), anchored: Container[int] = ()
+) -> dict[str, Any]:
+    """Return one version's documented fields; ``anchored``: the versions that have an anchor besides the base's."""
     model = manifest.model
     return {
         "version": manifest.version,
@@ -53,8 +37,8 @@ def version_record(manifest: Manifest, standing: Standing | None = None, tags: S
         "stored_bytes": manifest.stored_bytes,
         "snapshot_bytes": model.snapshot_bytes,
         "ratio": manifest.stored_bytes / model.snapshot_bytes if model.snapshot_bytes else 0.0,
-        "anchored": manifest.anchored and (standing is None or standing.keeps_parts(manifest.version)),
-        "forgotten": standing is not None and not standing.keeps(manifest.version),
+        "anchored": manifest.version in anchored or (manifest.anchored and standing.keeps_parts(manifest.version)),
+        "forgotten": not standing.keeps(manifest.version),
         "tags": [tag.name for tag in tags if (tag.version, tag.commit_id) == (manifest.version, manifest.commit_id)],
         "metadata": manifest.metadata,
     }
@@ -88,6 +72,18 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             for step in plan.steps
         ],
         "stored_bytes": plan.stored_bytes,
+    }
+
+
+def route_record(route: Route) -> dict[str, Any]:
+    """Return a route's documented fields."""
+    return {
+        "kind": route.kind,
+        "from": route.start,
+        "to": route.version,
+        "stored_bytes": route.stored_bytes,
+        "invertible": route.invertible,
+        "attempt_id": route.attempt_id,
     }
 
 

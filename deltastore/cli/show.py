@@ -9,9 +9,10 @@ import click
 from deltastore.errors import VersionForgotten
 from deltastore.manifest import MAX_PART_BYTES, MODEL
 from deltastore.reader import open_store
+from deltastore.tags import read_standing
 
-from .app import emit, json_option, store_options
-from .records import human_bytes, read_standing, table, version_record
+from .app import emit, json_option, store_options, trusted_keys_option
+from .records import human_bytes, table, version_record
 
 if TYPE_CHECKING:
     from deltastore.manifest import Manifest
@@ -22,15 +23,24 @@ __all__ = ["command"]
 
 @click.command("show")
 @store_options
+@trusted_keys_option
 @click.argument("version")
 @click.option("--tensors", is_flag=True, help="Also list what changed in each tensor (reads the version's parts).")
 @json_option
-def command(store: str, storage_options: dict[str, str], version: str, tensors: bool, as_json: bool) -> None:
+def command(
+    store: str,
+    storage_options: dict[str, str],
+    trusted_keys: tuple[str, ...] | None,
+    version: str,
+    tensors: bool,
+    as_json: bool,
+) -> None:
     """Show one version."""
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     manifest = opened.resolve(version)
     standing, tags = read_standing(opened)
-    record = version_record(manifest, standing, tags)
+    anchored = opened.anchored(range(manifest.version, manifest.version + 1), standing)
+    record = version_record(manifest, standing, tags, anchored)
     record["stream_id"] = manifest.stream_id
     record["attempt_id"] = manifest.attempt_id
     record["invertible"] = manifest.model.invertible

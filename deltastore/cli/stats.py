@@ -8,7 +8,7 @@ import click
 
 from deltastore.reader import open_store
 
-from .app import emit, json_option, progress_bar, store_options
+from .app import emit, json_option, progress_bar, store_options, trusted_keys_option
 from .records import human_bytes
 
 __all__ = ["command"]
@@ -16,12 +16,13 @@ __all__ = ["command"]
 
 @click.command("stats")
 @store_options
+@trusted_keys_option
 @json_option
-def command(store: str, storage_options: dict[str, str], as_json: bool) -> None:
+def command(store: str, storage_options: dict[str, str], trusted_keys: tuple[str, ...] | None, as_json: bool) -> None:
     """Show what the store holds, and what it saves."""
     from deltastore.stats import stats  # noqa: PLC0415 - --help does without
 
-    opened = open_store(store, storage_options=storage_options)
+    opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     with progress_bar() as progress:
         found = stats(opened, progress=progress)
     record = {**asdict(found), "saved_ratio": found.saved_ratio}

@@ -16,7 +16,7 @@ from deltastore.errors import UsageError
 
 from . import kernels
 from .context import apply_contextual, encode_contextual
-from .differences import pack_differences, read_difference_planes
+from .differences import pack_differences, unpack_differences
 from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
 from .streams import StreamReader, StreamWriter
 
@@ -34,9 +34,6 @@ _SPARSE_SHARE = 4
 #: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
 _CONTEXTUAL_FROM = 256
 _CONTEXTUAL_SHARE = 2
-#: The kernel looks at its limit once for all lanes of a vector.
-_SLACK = 32
-
 _ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _GAPS = struct.Struct("<I")
 
@@ -51,23 +48,25 @@ def _elements(data: Bytes, width: int) -> Array:
 class ChunkEncoder:
     """Encodes chunks at one level. Keeps scratch memory of a few chunks: one encoder a thread."""
 
-    __slots__ = ("_buffer", "_contextual", "_scratch", "_streams", "kept")
+    __slots__ = ("_buffer", "_contextual", "_differences", "_positions", "_scratch", "_streams", "kept")
 
     def __init__(self, level: str = "fast") -> None:
         if level not in LEVELS:
             raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
-        self._streams = StreamWriter(LEVELS[level])
+        self._streams = StreamWriter()
         self._contextual = level == "max"
         self._scratch = np.empty(0, np.uint8)
+        self._differences = np.empty(0, np.uint8)
+        self._positions = np.empty(0, np.int32)
         self._buffer = np.empty(0, np.uint8)
         self.kept: Bytes = self._buffer
 
     def change(self, old: Bytes, new: Bytes, *, width: int) -> EncodedChunk | None:
         """Encode the change between two versions of a chunk: uint8 of the same length, a multiple of ``width`` bytes.
 
-        Returns ``None`` when nothing changed. ``kept`` then holds the new bytes that were compared and encoded: a
-        private copy, taken in the same pass, which stays one with the encoding even if somebody writes to ``new``
-        meanwhile.
+        Returns ``None`` when nothing changed. Otherwise ``kept`` then holds the new bytes that were compared and
+        encoded: a private copy, taken in the same pass, which stays one with the encoding even if somebody writes to
+        ``new`` meanwhile.
         """
         if old.size != new.size:
             raise ValueError(f"a chunk of {old.size} bytes cannot become one of {new.size}")
@@ -75,32 +74,55 @@ class ChunkEncoder:
         if self._buffer.size < new.size:
             self._buffer = np.empty(new.size, np.uint8)
         self.kept = self._buffer[: new.size]
-        kept = self.kept.view(_ELEMENT[width])
-        if self._contextual and width == 2:
-            np.copyto(kept, new_elements)
-            new_elements = _elements(self.kept, width)
-            changed = kernels.count_changes(old_elements, new_elements)
-            if self._suits_contexts(changed, new_elements):
-                return encode_contextual(old_elements, new_elements, self._streams)
-        limit = new_elements.size // _SPARSE_SHARE
-        gaps_limit = limit + _SLACK + new_elements.size // 255 + 1
-        scratch = self._take_scratch(gaps_limit + (limit + _SLACK) * width)
-        gaps = scratch[scratch.size - gaps_limit :]
-        differences = scratch[: scratch.size - gaps_limit].view(_ELEMENT[width])
-        changed, gaps_size = kernels.extract_sparse(old_elements, new_elements, kept, limit, gaps, differences)
+        size = new_elements.size
+        changed = self._find(old_elements, new_elements, hasty=True)
         if changed == 0:
             return None
-        if changed > 0:
-            return self._sparse(gaps[:gaps_size], differences[:changed])
-        return self._many(old_elements, _elements(self.kept, width))
+        kept = _elements(self.kept, width)
+        if changed < 0:
+            changed, far = kernels.count_many(old_elements, kept)
+            if not self._are_few(changed, size, width):
+                return self._many(old_elements, kept, changed, far)
+            changed = self._find(old_elements, kept, hasty=False)
+        elif not self._are_few(changed, size, width):
+            return self._many(old_elements, kept, *kernels.count_many(old_elements, kept))
+        differences = self._differences[: changed * width].view(_ELEMENT[width])
+        return self._few(old_elements, self._positions[:changed], differences)
 
-    def _many(self, old: Array, new: Array) -> EncodedChunk:
-        changed = kernels.count_changes(old, new)
-        if kernels.count_far(old, new) * 4 > new.size:
-            return self._planes(Encoding.FULL, new, changed)
-        differences = np.empty_like(new)
-        kernels.zigzag(old, new, differences)
-        return self._planes(Encoding.DENSE, differences, changed)
+    def _find(self, old: Array, new: Array, *, hasty: bool) -> int:
+        contextual = self._contextual and new.itemsize == 2
+        limit = new.size // (_CONTEXTUAL_SHARE if contextual else _SPARSE_SHARE)
+        positions, differences = self._take_lists(limit, new)
+        found: int = kernels.find_changes(old, new, self.kept.view(new.dtype), limit, positions, differences, hasty)
+        return found
+
+    def _take_lists(self, limit: int, like: Array) -> tuple[Positions, Array]:
+        """Return scratch for the positions and differences of up to ``limit`` changed elements and a block."""
+        room = min(limit + kernels.BLOCK, like.size) + 4
+        if self._positions.size < room:
+            self._positions = np.empty(room, np.int32)
+        if self._differences.size < room * like.itemsize:
+            self._differences = np.empty(room * like.itemsize, np.uint8)
+        return self._positions, self._differences[: room * like.itemsize].view(like.dtype)
+
+    def _suit_contexts(self, changed: int, elements: int, width: int) -> bool:
+        enough = self._contextual and width == 2 and changed >= _CONTEXTUAL_FROM
+        return enough and changed * _CONTEXTUAL_SHARE <= elements
+
+    def _are_few(self, changed: int, elements: int, width: int) -> bool:
+        return changed * _SPARSE_SHARE <= elements or self._suit_contexts(changed, elements, width)
+
+    def _few(self, old: Array, positions: Positions, differences: Array) -> EncodedChunk:
+        """Encode the change of a few elements, at least one, at known positions."""
+        positions.flags.writeable = differences.flags.writeable = False
+        if self._suit_contexts(positions.size, old.size, old.itemsize):
+            return encode_contextual(old, positions, differences, self._streams)
+        gaps = self._take_scratch(positions.size + old.size // 255 + 1)
+        gaps = gaps[: kernels.write_gaps(positions, gaps)]
+        pieces = [_GAPS.pack(gaps.size)]
+        self._streams.append(pieces, gaps)
+        pack_differences(pieces, differences, self._streams)
+        return EncodedChunk(Encoding.SPARSE, positions.size, b"".join(pieces))
 
     def change_at(self, old: Bytes, new: Bytes, positions: Positions, *, width: int) -> EncodedChunk | None:
         """Do what ``change`` does, without looking for the changed elements: they are those at ``positions``.
@@ -108,47 +130,44 @@ class ChunkEncoder:
         ``positions``: int32, ascending. Whoever found them promises that all other elements are the same.
         """
         old_elements, new_elements = _elements(old, width), _elements(new, width)
-        contextual = self._contextual and width == 2 and self._suits_contexts(positions.size, new_elements)
-        if contextual or positions.size * _SPARSE_SHARE > new_elements.size:
-            return self.change(old, new, width=width)
         if not positions.size:
             return None
         differences = new_elements[positions] - old_elements[positions]
-        if not differences.all():  # one of them changed back since it was found
+        # One of them may have changed back since it was found.
+        if not differences.all() or not self._are_few(positions.size, new_elements.size, width):
             return self.change(old, new, width=width)
-        positions = positions.view()
-        positions.flags.writeable = False
-        gaps = self._take_scratch(positions.size + new_elements.size // 255 + 1)
-        return self._sparse(gaps[: kernels.write_gaps(positions, gaps)], differences)
-
-    @staticmethod
-    def _suits_contexts(changed: int, elements: Array) -> bool:
-        return changed >= _CONTEXTUAL_FROM and changed * _CONTEXTUAL_SHARE <= elements.size
+        return self._few(old_elements, positions.view(), differences)
 
     def full(self, new: Bytes, *, width: int) -> EncodedChunk:
         """Encode a chunk by itself: uint8 of a multiple of ``width`` bytes, not empty."""
         elements = _elements(new, width)
-        return self._planes(Encoding.FULL, elements, elements.size)
+        return self._full(elements, elements.size)
+
+    def _full(self, new: Array, changed: int) -> EncodedChunk:
+        planes = self._take_planes(new)
+        kernels.split_planes(new, planes)
+        return self._pack(Encoding.FULL, planes, changed)
+
+    def _many(self, old: Array, new: Array, changed: int, far: int) -> EncodedChunk:
+        if far * 4 > new.size:
+            return self._full(new, changed)
+        planes = self._take_planes(new)
+        kernels.zigzag_planes(old, new, planes)
+        return self._pack(Encoding.DENSE, planes, changed)
+
+    def _pack(self, encoding: Encoding, planes: Bytes, changed: int) -> EncodedChunk:
+        pieces: list[bytes] = []
+        for plane in planes:
+            self._streams.append(pieces, plane)
+        return EncodedChunk(encoding, changed, b"".join(pieces))
+
+    def _take_planes(self, values: Array) -> Bytes:
+        return self._take_scratch(values.nbytes).reshape(values.itemsize, values.size)
 
     def _take_scratch(self, size: int) -> Bytes:
         if self._scratch.size < size:
             self._scratch = np.empty(size, np.uint8)
         return self._scratch[:size]
-
-    def _sparse(self, gaps: Bytes, differences: Array) -> EncodedChunk:
-        pieces = [_GAPS.pack(gaps.size)]
-        self._streams.append(pieces, gaps)
-        pack_differences(pieces, differences, self._streams)
-        return EncodedChunk(Encoding.SPARSE, differences.size, b"".join(pieces))
-
-    def _planes(self, encoding: Encoding, values: Array, changed: int) -> EncodedChunk:
-        values.flags.writeable = False
-        planes = self._take_scratch(values.nbytes).reshape(values.itemsize, values.size)
-        kernels.split_planes(values, planes)
-        pieces: list[bytes] = []
-        for plane in planes:
-            self._streams.append(pieces, plane)
-        return EncodedChunk(encoding, changed, b"".join(pieces))
 
 
 class ChunkDecoder:
@@ -189,15 +208,13 @@ class ChunkDecoder:
         if not changed <= gaps_size <= changed + elements.size // 255:
             raise DamagedChunk(f"it has {gaps_size} gap bytes for {changed} changes")
         gaps = reader.next(gaps_size)
-        signs, planes = read_difference_planes(reader, changed, elements.itemsize)
-        if kernels.apply_sparse(elements, gaps, signs, planes, inverse):
+        differences = unpack_differences(reader, changed, elements.dtype)
+        if kernels.apply_sparse(elements, gaps, differences, inverse):
             raise DamagedChunk("its gaps lead outside the chunk, or do not fit the number of changes")
 
     @staticmethod
     def _join(reader: StreamReader, like: Array) -> Array:
-        planes = np.empty((like.itemsize, like.size), np.uint8)
-        for plane in planes:
-            plane[:] = reader.next(like.size)
+        planes = reader.next_planes(like.itemsize, like.size)
         values = np.empty_like(like)
         kernels.join_planes(values, planes)
         values.flags.writeable = False

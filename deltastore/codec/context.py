@@ -26,34 +26,35 @@ __all__ = ["apply_contextual", "encode_contextual"]
 _CLASSES = 256
 _MAX_K = 20
 _HEAD = struct.Struct("<IIIB")
+_EIGHT_ZEROS = np.zeros(8, np.uint8)
 
 
-def encode_contextual(old: Array, new: Array, streams: StreamWriter) -> EncodedChunk:
-    """Encode the change between two versions of a chunk of 16-bit elements, of which at least one changed."""
-    counters = np.zeros((4, _CLASSES), np.int32)
-    positions, ranks = np.empty(old.size, np.int32), np.empty(old.size, np.int32)
-    found = rice.rank_changes(old, new, counters, positions, ranks)
-    positions = positions[:found]
-    before, after = old[positions], new[positions]
-    classes = (before >> 7).astype(np.uint8)
-    order = np.argsort(classes, kind="stable")
-    changed = np.bincount(classes, minlength=_CLASSES)
-    members = counters.sum(axis=0, dtype=np.int64)
+def encode_contextual(old: Array, positions: Array, differences: Array, streams: StreamWriter) -> EncodedChunk:
+    """Encode the change of a chunk of 16-bit elements.
+
+    ``positions``: int32, ascending, at least one: the changed elements; ``differences``: uint16, theirs.
+    """
+    found = positions.size
+    before = old[positions]
+    changed, members = np.zeros((2, _CLASSES), np.int64)
+    rice.count_classes(before, changed)
+    ranks, ordered = np.empty(found, np.int32), np.empty(found, np.uint16)
+    rice.rank_changes(old, positions, differences, changed, members, ranks, ordered)
     gaps = np.empty(found, np.int32)
     events, inverted, parameters = np.empty((3, _CLASSES), np.int64)
-    gaps = gaps[: rice.list_events(ranks[:found][order], changed, members, gaps, events, inverted, parameters)]
+    gaps = gaps[: rice.list_events(ranks, changed, members, gaps, events, inverted, parameters)]
     table = np.stack([changed, events * inverted, parameters + 32 * inverted]).astype("<u4")
     bits = _write_rice(gaps, events, parameters)
-    crossed = (after >> 7).astype(np.uint8) != classes
-    crossings, crossing_classes = positions[crossed], classes[crossed]
-    k = rice.rice_parameter(crossings.size, old.size)
-    crossing_gaps = np.diff(crossings, prepend=np.int32(-1)) - np.int32(1)
-    crossing_bits = _write_rice(crossing_gaps, *_one_run(crossings.size, k))
-    pieces = [_HEAD.pack(bits.size, crossings.size, crossing_bits.size, k)]
-    planes = np.ascontiguousarray(table.view(np.uint8).reshape(-1, 4).T).reshape(-1)
-    for stream in (planes, bits, crossing_bits, crossing_classes):
+    crossings, crossing_classes = np.empty(found, np.int32), np.empty(found, np.uint8)
+    crossed = rice.list_crossings(before, positions, differences, crossings, crossing_classes)
+    k = rice.rice_parameter(crossed, old.size)
+    crossing_gaps = np.diff(crossings[:crossed], prepend=np.int32(-1)) - np.int32(1)
+    crossing_bits = _write_rice(crossing_gaps, *_one_run(crossed, k))
+    pieces = [_HEAD.pack(bits.size, crossed, crossing_bits.size, k)]
+    streams.append_runs(pieces, np.ascontiguousarray(table.view(np.uint8).reshape(-1, 4).T).reshape(-1))
+    for stream in (bits, crossing_bits, crossing_classes[:crossed]):
         streams.append(pieces, stream)
-    pack_differences(pieces, (after - before)[order], streams)
+    pack_differences(pieces, ordered, streams)
     return EncodedChunk(Encoding.CONTEXTUAL, found, b"".join(pieces))
 
 
@@ -62,15 +63,16 @@ def _one_run(count: int, k: int) -> tuple[Array, Array]:
 
 
 def _write_rice(values: Array, counts: Array, parameters: Array) -> Array:
-    out = np.zeros((rice.rice_bits(values, counts, parameters) + 7) // 8, np.uint8)
+    size = (rice.rice_bits(values, counts, parameters) + 7) // 8
+    out = np.zeros(size + 4, np.uint8)
     rice.write_rice(values, counts, parameters, out)
-    return out
+    return out[:size]
 
 
 def _read_rice(stream: Array, counts: Array, parameters: Array, limit: int) -> Array:
     """Read runs of numbers up to ``limit`` as int32; every byte of the stream must belong to one."""
     values = np.empty(int(counts.sum()), np.int32)
-    bits = rice.read_rice(stream, counts, parameters, limit, values)
+    bits = rice.read_rice(np.concatenate([stream, _EIGHT_ZEROS]), counts, parameters, limit, values)
     if bits < 0 or (bits + 7) // 8 != stream.size:
         raise DamagedChunk("its positions do not fit their length, or lead outside the chunk")
     return values

@@ -9,6 +9,7 @@ Streams (docs/format.md, section 4):
 - gaps: for each changed element the number of unchanged ones before it, as bytes; 255 means "255 more, read on".
 - signs: one bit a changed element, least significant first, set where ``new - old`` is negative.
 - planes: byte ``k`` of each value in row ``k``: of magnitudes less one, zigzag differences, or new values.
+- flags and values: a stream with its zeros apart: one bit a byte, set where it is not zero, and the bytes that are not.
 """
 
 from __future__ import annotations
@@ -18,116 +19,126 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
-from .lanes import LANES, changed_lanes, count_bits, jit, keep_lanes, lowest_bit
+from .lanes import BYTES, LANES, changed_lanes, count_bits, equal_bytes, jit, jit_step, keep_lanes, lowest_bit
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 __all__ = [
+    "BLOCK",
     "add_zigzag",
     "apply_sparse",
-    "count_changes",
-    "count_far",
-    "extract_sparse",
-    "is_zero",
+    "count_flags",
+    "count_many",
+    "count_zeros",
+    "find_changes",
+    "join_differences",
     "join_planes",
+    "join_zeros",
     "list_changes",
+    "list_lanes",
+    "list_nonzero",
+    "sample_bits",
+    "split_differences",
     "split_planes",
-    "split_signs",
     "write_gaps",
-    "zigzag",
+    "zigzag_planes",
 ]
 
-
-@jit
-def count_changes(old: Array, new: Array) -> int:
-    """Count the elements that differ."""
-    changed = 0
-    whole = old.size - old.size % LANES
-    for start in range(0, whole, LANES):
-        changed += count_bits(changed_lanes(old, new, start))
-    for i in range(whole, old.size):
-        if old[i] != new[i]:
-            changed += 1
-    return changed
+#: Elements that kernels of several steps take at a time, so that what one step wrote is still near for the next.
+BLOCK = 1024
+#: Changed elements of one vector that are listed without asking how many there are: a wrong guess of the branch
+#: costs more.
+_UNASKED = 4
 
 
 @jit
-def is_zero(raw: Array) -> bool:
-    """Tell whether a uint8 stream is all zero; returns at the first byte that is not."""
-    whole = raw.size - raw.size % 64
-    for start in range(0, whole, 64):
-        together = np.uint8(0)
-        for i in range(start, start + 64):
-            together |= raw[i]
-        if together:
-            return False
-    left = np.uint8(0)
-    for i in range(whole, raw.size):
-        left |= raw[i]
-    return bool(left == 0)
-
-
-@jit
-def count_far(old: Array, new: Array) -> int:
-    """Count the elements whose difference, either way, is more than an eighth of the value range."""
+def count_many(old: Array, new: Array) -> tuple[int, int]:
+    """Count the elements that differ, and those whose difference is far: more than an eighth of the value range."""
     width = old.itemsize
     eighth = old.dtype.type(1 << (8 * width - 3))
     quarter = old.dtype.type(1 << (8 * width - 2))
+    changed = 0
     far = 0
     for i in range(old.size):
-        shifted = old.dtype.type(old.dtype.type(new[i] - old[i]) + eighth)
-        if shifted > quarter:
-            far += 1
-    return far
+        difference = old.dtype.type(new[i] - old[i])
+        changed += difference != 0
+        far += old.dtype.type(difference + eighth) > quarter
+    return changed, far
 
 
 @numba.njit(nogil=True, inline="always")
-def _append_gap(gaps: Array, length: int, gap: int) -> int:
-    """Append one gap to the stream; returns the stream's new length."""
-    while gap >= 255:
-        gaps[length] = 255
-        length += 1
-        gap -= 255
-    gaps[length] = np.uint8(gap)
-    return length + 1
+def list_lanes(mask: Any, start: int, positions: Array, found: int) -> int:
+    """List the elements from ``start`` whose bits are set; returns the list's new length, 4 past which it may write."""
+    end: int = found + count_bits(mask)
+    for place in range(_UNASKED):
+        positions[found + place] = start + lowest_bit(mask)
+        mask = np.uint32(mask & (mask - np.uint32(1)))
+    place = found + _UNASKED
+    while mask:
+        positions[place] = start + lowest_bit(mask)
+        mask = np.uint32(mask & (mask - np.uint32(1)))
+        place += 1
+    return end
 
 
 @jit
-def extract_sparse(old: Array, new: Array, kept: Array, limit: int, gaps: Array, differences: Array) -> tuple[int, int]:
-    """Copy ``new`` to ``kept``, and write gaps and differences of what changed, in one pass over both inputs.
+def find_changes(
+    old: Array, new: Array, kept: Array, limit: int, positions: Array, differences: Array, hasty: bool
+) -> int:
+    """Find the changed elements and their differences, and copy ``new`` to ``kept``, in one pass over both inputs.
 
-    Everything is taken from the copy: whoever writes to ``new`` meanwhile cannot make it and the streams disagree.
-    ``kept``: as long as the inputs; ``gaps``: uint8 (limit + 32 + elements // 255 + 1,); ``differences``: the inputs'
-    type, (limit + 32,). Returns the number of changed elements and the length of the gap stream; (-1, 0) when more
-    than ``limit`` changed, with the copy complete all the same.
+    Everything is taken from the copy: whoever writes to ``new`` meanwhile cannot make it and the rest disagree.
+    ``kept``: as long as the inputs; untouched when nothing changed. ``positions``: int32 (limit + 1024 + 4,);
+    ``differences``: the inputs' type, (limit + 1024,). Returns the number of changed elements, or -1 with the copy
+    complete: more than ``limit`` changed, or, if ``hasty``, more than half of the first ones.
     """
-    found = 0
-    length = 0
-    following = 0
     whole = old.size - old.size % LANES
-    for start in range(0, whole, LANES):
-        keep_lanes(new, kept, start)
-        mask = changed_lanes(old, kept, start)
-        while mask:
-            i = start + lowest_bit(mask)
-            mask = np.uint32(mask & (mask - np.uint32(1)))
-            length = _append_gap(gaps, length, i - following)
-            differences[found] = old.dtype.type(kept[i] - old[i])
-            following = i + 1
-            found += 1
-        if found > limit:
-            for i in range(start + LANES, old.size):
-                kept[i] = new[i]
-            return -1, 0
+    begin = 0
+    while begin + 4 * LANES <= whole:
+        one = changed_lanes(old, new, begin) | changed_lanes(old, new, begin + LANES)
+        other = changed_lanes(old, new, begin + 2 * LANES) | changed_lanes(old, new, begin + 3 * LANES)
+        if one | other:
+            break
+        begin += 4 * LANES
+    found = 0
+    block = begin
+    while block < whole:
+        stop = min(block + BLOCK, whole)
+        first = found
+        for start in range(block, stop, LANES):
+            keep_lanes(new, kept, start)
+            found = list_lanes(changed_lanes(old, kept, start), start, positions, found)
+        for j in range(first, found):
+            differences[j] = old.dtype.type(kept[positions[j]] - old[positions[j]])
+        if found > limit or (hasty and stop <= begin + 4 * BLOCK and 2 * found > stop - begin):
+            kept[:begin] = old[:begin]
+            kept[stop:] = new[stop:]
+            return -1
+        block = stop
     for i in range(whole, old.size):
         kept[i] = new[i]
         if old[i] != kept[i]:
-            length = _append_gap(gaps, length, i - following)
+            positions[found] = i
             differences[found] = old.dtype.type(kept[i] - old[i])
-            following = i + 1
             found += 1
-    return (found, length) if found <= limit else (-1, 0)
+    if found:
+        kept[:begin] = old[:begin]
+    return found if found <= limit else -1
+
+
+@jit
+def list_changes(old: Array, new: Array, positions: Array) -> int:
+    """Write where the elements differ and return how many do. ``positions``: int32, 4 longer than the inputs."""
+    found = 0
+    whole = old.size - old.size % LANES
+    for start in range(0, whole, LANES):
+        found = list_lanes(changed_lanes(old, new, start), start, positions, found)
+    for i in range(whole, old.size):
+        if old[i] != new[i]:
+            positions[found] = i
+            found += 1
+    return found
 
 
 @jit
@@ -139,52 +150,87 @@ def write_gaps(positions: Array, gaps: Array) -> int:
     length = 0
     following = 0
     for j in range(positions.size):
-        length = _append_gap(gaps, length, positions[j] - following)
+        gap = positions[j] - following
+        while gap >= 255:
+            gaps[length] = 255
+            length += 1
+            gap -= 255
+        gaps[length] = np.uint8(gap)
+        length += 1
         following = positions[j] + 1
     return length
 
 
-@jit
-def list_changes(old: Array, new: Array, positions: Array) -> int:
-    """Write where the elements differ and return how many do. ``positions``: int32 of the inputs' length."""
-    found = 0
-    whole = old.size - old.size % LANES
-    for start in range(0, whole, LANES):
-        mask = changed_lanes(old, new, start)
-        while mask:
-            positions[found] = start + lowest_bit(mask)
-            mask = np.uint32(mask & (mask - np.uint32(1)))
-            found += 1
-    for i in range(whole, old.size):
-        if old[i] != new[i]:
-            positions[found] = i
-            found += 1
-    return found
+@jit_step
+def _split_planes(values: Array, planes: Array) -> None:
+    for plane in range(values.itemsize):
+        row = planes[plane]
+        for i in range(values.size):
+            row[i] = np.uint8((values[i] >> (8 * plane)) & 255)
 
 
 @jit
-def split_signs(differences: Array, signs: Array, magnitudes: Array) -> None:
-    """Take differences apart: ``signs`` uint8, 1 where negative; ``magnitudes`` less one, of the differences' type."""
-    top = differences.dtype.type(8 * differences.itemsize - 1)
-    zero = differences.dtype.type(0)
-    one = differences.dtype.type(1)
-    for i in range(differences.size):
-        negative = differences.dtype.type(differences[i] >> top)
-        ones = differences.dtype.type(zero - negative)
-        absolute = differences.dtype.type(differences.dtype.type(differences[i] ^ ones) + negative)
-        magnitudes[i] = differences.dtype.type(absolute - one)
-        signs[i] = np.uint8(negative)
+def split_planes(values: Array, planes: Array) -> None:
+    """Write all values as byte planes: uint8 (width, elements)."""
+    _split_planes(values, planes)
 
 
 @jit
-def apply_sparse(out: Array, gaps: Array, signs: Array, planes: Array, inverse: bool) -> int:
-    """Add the coded differences to ``out`` (or take them away).
+def split_differences(differences: Array, signs: Array, planes: Array) -> None:
+    """Take differences (none of them zero) apart.
 
-    ``signs``: uint8 ((changed + 7) // 8,); ``planes``: uint8 (width, changed). Returns 0, or what is wrong: 1: a
-    position outside the chunk; 2: gaps and changed elements differ in number, or the last gap does not end.
+    ``signs``: uint8, one a difference, 1 where it is negative; ``planes``: uint8 (width, differences), of the
+    magnitudes less one.
     """
-    width = out.itemsize
-    count = planes.shape[1]
+    kind = differences.dtype.type
+    top = 8 * differences.itemsize - 1
+    magnitudes = np.empty(BLOCK, differences.dtype)
+    for start in range(0, differences.size, BLOCK):
+        # Slices, not start + i: LLVM turns a loop into vectors only where it sees that no index is negative.
+        piece = differences[start : start + BLOCK]
+        negatives = signs[start : start + BLOCK]
+        for i in range(piece.size):
+            negative = kind(piece[i] >> top)
+            ones = kind(kind(0) - negative)
+            magnitudes[i] = kind(kind(kind(piece[i] ^ ones) + negative) - kind(1))
+            negatives[i] = np.uint8(negative)
+        _split_planes(magnitudes[: piece.size], planes[:, start : start + BLOCK])
+
+
+@jit_step
+def _join_planes(out: Array, planes: Array) -> None:
+    row = planes[0]
+    for i in range(out.size):
+        out[i] = row[i]
+    for plane in range(1, out.itemsize):
+        row = planes[plane]
+        for i in range(out.size):
+            out[i] |= out.dtype.type(row[i]) << out.dtype.type(8 * plane)
+
+
+@jit
+def join_planes(out: Array, planes: Array) -> None:
+    """Build all values from their byte planes: uint8 (width, elements)."""
+    _join_planes(out, planes)
+
+
+@jit
+def join_differences(signs: Array, planes: Array, differences: Array) -> None:
+    """Put differences together again from ``signs``, one byte a difference, and ``planes``."""
+    kind = differences.dtype.type
+    _join_planes(differences, planes)
+    for i in range(differences.size):
+        negative = kind(signs[i])
+        differences[i] = kind(kind(kind(differences[i] + kind(1)) ^ kind(kind(0) - negative)) + negative)
+
+
+@jit
+def apply_sparse(out: Array, gaps: Array, differences: Array, inverse: bool) -> int:
+    """Add differences to ``out`` (or take them away) where the gaps lead.
+
+    Returns 0, or what is wrong: 1: a position outside the chunk; 2: gaps and differences differ in number, or the last
+    gap does not end.
+    """
     found = 0
     position = 0
     for j in range(gaps.size):
@@ -194,31 +240,34 @@ def apply_sparse(out: Array, gaps: Array, signs: Array, planes: Array, inverse: 
             continue
         if position >= out.size:
             return 1
-        if found >= count:
+        if found >= differences.size:
             return 2
-        magnitude = out.dtype.type(1)
-        for plane in range(width):
-            magnitude = out.dtype.type(magnitude + (out.dtype.type(planes[plane, found]) << (8 * plane)))
-        negative = (signs[found >> 3] >> (found & 7)) & 1
-        if (negative != 0) != inverse:
-            out[position] = out.dtype.type(out[position] - magnitude)
-        else:
-            out[position] = out.dtype.type(out[position] + magnitude)
+        difference = differences[found]
+        out[position] = out.dtype.type(out[position] - difference if inverse else out[position] + difference)
         position += 1
         found += 1
     if gaps.size and gaps[gaps.size - 1] == 255:
         return 2
-    return 0 if found == count else 2
+    return 0 if found == differences.size else 2
 
 
 @jit
-def zigzag(old: Array, new: Array, out: Array) -> None:
-    """Write the zigzag differences of all elements: 0, -1, 1, -2, 2 … become 0, 1, 2, 3, 4 …."""
+def zigzag_planes(old: Array, new: Array, planes: Array) -> None:
+    """Write the zigzag differences of all elements as byte planes, uint8 (width, elements).
+
+    The differences 0, -1, 1, -2, 2 … become 0, 1, 2, 3, 4 ….
+    """
+    kind = old.dtype.type
     top = 8 * old.itemsize - 1
-    for i in range(old.size):
-        difference = old.dtype.type(new[i] - old[i])
-        negative = old.dtype.type(old.dtype.type(0) - old.dtype.type(difference >> top))
-        out[i] = old.dtype.type(old.dtype.type(difference << 1) ^ negative)
+    zigzag = np.empty(BLOCK, old.dtype)
+    for start in range(0, old.size, BLOCK):
+        before = old[start : start + BLOCK]
+        after = new[start : start + BLOCK]
+        for i in range(before.size):
+            difference = kind(after[i] - before[i])
+            negative = kind(kind(0) - kind(difference >> top))
+            zigzag[i] = kind(kind(difference << 1) ^ negative)
+        _split_planes(zigzag[: before.size], planes[:, start : start + BLOCK])
 
 
 @jit
@@ -232,18 +281,62 @@ def add_zigzag(out: Array, differences: Array, inverse: bool) -> None:
 
 
 @jit
-def split_planes(values: Array, planes: Array) -> None:
-    """Write all values as byte planes: uint8 (width, elements)."""
-    for plane in range(values.itemsize):
-        for i in range(values.size):
-            planes[plane, i] = np.uint8((values[i] >> (8 * plane)) & 255)
+def count_zeros(raw: Array) -> int:
+    """Count the zeros of a uint8 stream."""
+    zeros = 0
+    whole = raw.size - raw.size % BYTES
+    for start in range(0, whole, BYTES):
+        zeros += count_bits(equal_bytes(raw, start, 0))
+    for i in range(whole, raw.size):
+        zeros += raw[i] == 0
+    return zeros
 
 
 @jit
-def join_planes(out: Array, planes: Array) -> None:
-    """Build all values from their byte planes: uint8 (width, elements)."""
+def list_nonzero(raw: Array, values: Array) -> None:
+    """Copy the bytes that are not zero, in order. ``values``: uint8, one longer than they are many."""
+    found = 0
+    for i in range(raw.size):
+        # Written in any case, and passed over if it was a zero: no branch to guess.
+        values[found] = raw[i]
+        found += raw[i] != 0
+
+
+@jit
+def sample_bits(raw: Array, samples: int) -> float:
+    """Return the order-0 entropy, in bits a byte, of about so many bytes of ``raw`` (uint8), evenly spread."""
+    counts = np.zeros(256, np.int64)
+    step = max(1, raw.size // samples)
+    taken = 0
+    for i in range(0, raw.size, step):
+        counts[raw[i]] += 1
+        taken += 1
+    bits = 0.0
+    for count in counts:
+        if count:
+            bits -= count * np.log2(count / taken)
+    return bits / taken
+
+
+@jit
+def count_flags(flags: Array, size: int) -> int:
+    """Count the set bits among the first ``size`` of ``flags`` (uint8)."""
+    count = 0
+    for byte in range(size >> 3):
+        count += count_bits(np.uint32(flags[byte]))
+    if size & 7:
+        count += count_bits(np.uint32(flags[size >> 3] & ((1 << (size & 7)) - 1)))
+    return count
+
+
+@jit
+def join_zeros(flags: Array, values: Array, out: Array) -> None:
+    """Fill ``out`` (uint8) with values where flags are set, and zeros elsewhere.
+
+    ``values``: uint8, one longer than there are set flags.
+    """
+    found = 0
     for i in range(out.size):
-        out[i] = planes[0, i]
-    for plane in range(1, out.itemsize):
-        for i in range(out.size):
-            out[i] |= out.dtype.type(planes[plane, i]) << out.dtype.type(8 * plane)
+        flag = (flags[i >> 3] >> (i & 7)) & 1
+        out[i] = values[found] * flag
+        found += flag

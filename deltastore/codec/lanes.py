@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 __all__ = [
+    "BYTES",
     "LANES",
     "changed_lanes",
     "count_bits",
+    "equal_bytes",
     "jit",
     "keep_lanes",
-    "lanes_of_class",
     "lowest_bit",
     "vectors_compile",
 ]
 
+#: Elements compared at once, and bytes.
 LANES = 32
+BYTES = 64
 
 _ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
 
@@ -99,25 +102,24 @@ def vector_changed_lanes(_typing: Any, old: Any, new: Any, start: Any) -> Any:
 
 
 @_intrinsic
-def vector_lanes_of_class(_typing: Any, values: Any, start: Any, _wanted: Any) -> Any:
-    """Compare the class of 32 elements of a uint16 array from ``start``.
+def vector_equal_bytes(_typing: Any, raw: Any, start: Any, _wanted: Any) -> Any:
+    """Compare 64 bytes of a uint8 array from ``start`` with one value.
 
-    A uint32 whose bit ``i`` is set where it is ``wanted``.
+    A uint64 whose bit ``i`` is set where byte ``i`` is ``wanted``.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(ir.IntType(16), LANES)
+        vector = ir.VectorType(ir.IntType(8), BYTES)
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        lanes = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer()))
-        lanes.align = 1
-        classes = builder.and_(lanes, ir.Constant(vector, [0x7F80] * LANES))
-        wanted = builder.shl(builder.trunc(arguments[2], ir.IntType(16)), ir.Constant(ir.IntType(16), 7))
+        found = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer()))
+        found.align = 1
+        wanted = builder.trunc(arguments[2], ir.IntType(8))
         one = builder.insert_element(ir.Constant(vector, ir.Undefined), wanted, ir.Constant(ir.IntType(32), 0))
-        places = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        places = ir.Constant(ir.VectorType(ir.IntType(32), BYTES), [0] * BYTES)
         everywhere = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), places)
-        return builder.bitcast(builder.icmp_unsigned("==", classes, everywhere), ir.IntType(LANES))
+        return builder.bitcast(builder.icmp_unsigned("==", found, everywhere), ir.IntType(BYTES))
 
-    return types.uint32(values, start, types.intp), generate
+    return types.uint64(raw, start, types.intp), generate
 
 
 @_intrinsic
@@ -156,19 +158,20 @@ def plain_changed_lanes(old: Array, new: Array, start: int) -> Any:
 
 
 @jit_step
-def plain_lanes_of_class(values: Array, start: int, wanted: int) -> Any:
-    """Do what ``vector_lanes_of_class`` does, an element at a time."""
-    mask = np.uint32(0)
-    for lane in range(LANES):
-        mask = np.uint32(mask | (np.uint32(((values[start + lane] >> 7) & 255) == wanted) << np.uint32(lane)))
+def plain_equal_bytes(raw: Array, start: int, wanted: int) -> Any:
+    """Do what ``vector_equal_bytes`` does, a byte at a time."""
+    mask = np.uint64(0)
+    for lane in range(BYTES):
+        mask = np.uint64(mask | (np.uint64(raw[start + lane] == wanted) << np.uint64(lane)))
     return mask
 
 
 @jit
 def _try_vectors(values: Array) -> Any:
     """Use all vector steps on a uint16 array of 32 elements."""
-    vector_keep_lanes(values, np.empty(LANES, np.uint16), 0)
-    return vector_changed_lanes(values, values, 0) | vector_lanes_of_class(values, 0, 0)
+    kept = np.empty(LANES, np.uint16)
+    vector_keep_lanes(values, kept, 0)
+    return vector_changed_lanes(values, kept, 0) + vector_equal_bytes(kept.view(np.uint8), 0, 0)
 
 
 def vectors_compile() -> bool:
@@ -184,29 +187,30 @@ def vectors_compile() -> bool:
 
 changed_lanes: Any
 keep_lanes: Any
-lanes_of_class: Any
+equal_bytes: Any
 if _ASKED_FOR_PLAIN or not vectors_compile():
-    changed_lanes, keep_lanes, lanes_of_class = plain_changed_lanes, plain_keep_lanes, plain_lanes_of_class
+    changed_lanes, keep_lanes, equal_bytes = plain_changed_lanes, plain_keep_lanes, plain_equal_bytes
 else:
-    changed_lanes, keep_lanes, lanes_of_class = vector_changed_lanes, vector_keep_lanes, vector_lanes_of_class
+    changed_lanes, keep_lanes, equal_bytes = vector_changed_lanes, vector_keep_lanes, vector_equal_bytes
 
 
 @_intrinsic
 def lowest_bit(_typing: Any, mask: Any) -> Any:
-    """Return the number of the lowest set bit of a non-zero uint32."""
+    """Return the number of the lowest set bit of an unsigned mask; of zero, the mask's width."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        number = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-        return builder.zext(number, ir.IntType(64))
+        number = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+        return number if number.type.width == 64 else builder.zext(number, ir.IntType(64))
 
     return types.intp(mask), generate
 
 
 @_intrinsic
 def count_bits(_typing: Any, mask: Any) -> Any:
-    """Return how many bits of a uint32 are set."""
+    """Return how many bits of an unsigned mask are set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.zext(builder.ctpop(arguments[0]), ir.IntType(64))
+        number = builder.ctpop(arguments[0])
+        return number if number.type.width == 64 else builder.zext(number, ir.IntType(64))
 
     return types.intp(mask), generate

@@ -4,6 +4,10 @@ An element's *class* is its exponent, bits 7 to 14 of a 16-bit value (docs/forma
 class change about equally often, whatever their place, and of different classes very differently: a class's elements,
 counted among themselves, cost close to their entropy. A Rice code of ``v`` is ``v >> k`` zero bits, a one bit, and
 the low ``k`` bits; bits fill bytes from the lowest.
+
+Ranks are counted a block at a time: the block's classes are written out as bytes, and then each class that matters is
+looked for in 64 of them at once. That is linear in the chunk's length times the classes that matter, of which weights
+have about a dozen; counting every element into its class would be linear in the length alone, and slower.
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .lanes import LANES, changed_lanes, count_bits, jit, lanes_of_class, lowest_bit
+from .lanes import BYTES, count_bits, equal_bytes, jit, jit_step, lowest_bit
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 __all__ = [
     "apply_ranked",
+    "count_classes",
+    "list_crossings",
     "list_events",
     "rank_changes",
     "read_rice",
@@ -27,40 +33,92 @@ __all__ = [
     "write_rice",
 ]
 
+_BLOCK = 2048
+#: A rank that no element has.
+NEVER = 1 << 62
+
+
+@jit_step
+def _class_of(value: Any) -> Any:
+    return np.uint8((value >> 7) & 255)
+
+
+@jit_step
+def _write_classes(values: Array, classes: Array) -> None:
+    for i in range(values.size):
+        classes[i] = _class_of(values[i])
+
 
 @jit
-def rank_changes(old: Array, new: Array, members: Array, positions: Array, ranks: Array) -> int:
-    """Find the changed elements of 16-bit chunks, and the rank of each among the elements of its class.
+def count_classes(values: Array, counts: Array) -> None:
+    """Count the 16-bit ``values`` of each class. ``counts``: int64 (256,), zeroed."""
+    for value in values:
+        counts[_class_of(value)] += 1
 
-    ``members``: int32 (4, 256), zeroed; its columns become the numbers of elements of each class. ``positions``,
-    ``ranks``: int32 of the chunk's length. Returns how many changed. Counters in four rows, used in turn, keep an
-    element from waiting for the one before it; the elements of a changed one's own vector are counted by comparing
-    all of them at once.
+
+@jit
+def rank_changes(
+    old: Array, positions: Array, differences: Array, changed: Array, members: Array, ranks: Array, ordered: Array
+) -> None:
+    """Find the rank of each changed element within its class.
+
+    ``changed``: int64 (256,), from ``count_classes``. Written: ``members``, int64 (256,), zeroed before: the number of
+    elements of each class that has a changed one; ``ranks``, int32, and ``ordered``, the differences, both in order of
+    (class, rank).
+    """
+    places = np.cumsum(changed) - changed  # where a class's next changed element goes
+    active = np.nonzero(changed)[0][::-1]  # large exponents first: they are the common ones
+    classes = np.empty(_BLOCK, np.uint8)
+    before = np.empty((256, _BLOCK // BYTES), np.int64)  # elements of a class in the block's vectors before this one
+    j = 0
+    whole = old.size - old.size % _BLOCK
+    for start in range(0, whole, _BLOCK):
+        _write_classes(old[start : start + _BLOCK], classes)
+        seen = 0
+        for c in active:
+            row = before[c]
+            rank = members[c]
+            for vector in range(_BLOCK // BYTES):
+                row[vector] = rank
+                rank += count_bits(equal_bytes(classes, vector * BYTES, c))
+            seen += rank - members[c]
+            members[c] = rank
+            if seen == _BLOCK:
+                break
+        while j < positions.size and positions[j] < start + _BLOCK:
+            i = positions[j] - start
+            c = np.int64(classes[i])
+            vector = i // BYTES
+            lower = (np.uint64(1) << np.uint64(i % BYTES)) - np.uint64(1)
+            rank = before[c, vector] + count_bits(np.uint64(equal_bytes(classes, vector * BYTES, c) & lower))
+            ranks[places[c]] = rank
+            ordered[places[c]] = differences[j]
+            places[c] += 1
+            j += 1
+    for i in range(whole, old.size):
+        c = np.int64(_class_of(old[i]))
+        if j < positions.size and positions[j] == i:
+            ranks[places[c]] = members[c]
+            ordered[places[c]] = differences[j]
+            places[c] += 1
+            j += 1
+        if changed[c]:
+            members[c] += 1
+
+
+@jit
+def list_crossings(before: Array, positions: Array, differences: Array, crossings: Array, classes: Array) -> int:
+    """List the changed elements whose new value has another class; returns how many there are.
+
+    ``before``: their old values, uint16.
+    ``crossings``: int32, their places; ``classes``: uint8, their old classes. Both as long as ``positions``.
     """
     found = 0
-    whole = old.size - old.size % LANES
-    for start in range(0, whole, LANES):
-        mask = changed_lanes(old, new, start)
-        while mask:
-            lane = lowest_bit(mask)
-            mask = np.uint32(mask & (mask - np.uint32(1)))
-            c = np.intp((old[start + lane] >> 7) & 255)
-            before = lanes_of_class(old, start, c) & np.uint32((1 << lane) - 1)
-            positions[found] = start + lane
-            ranks[found] = members[0, c] + members[1, c] + members[2, c] + members[3, c] + count_bits(np.uint32(before))
-            found += 1
-        for i in range(start, start + LANES, 4):
-            members[0, np.uint64((old[i] >> 7) & 255)] += 1
-            members[1, np.uint64((old[i + 1] >> 7) & 255)] += 1
-            members[2, np.uint64((old[i + 2] >> 7) & 255)] += 1
-            members[3, np.uint64((old[i + 3] >> 7) & 255)] += 1
-    for i in range(whole, old.size):
-        c = np.intp((old[i] >> 7) & 255)
-        if old[i] != new[i]:
-            positions[found] = i
-            ranks[found] = members[0, c] + members[1, c] + members[2, c] + members[3, c]
-            found += 1
-        members[0, c] += 1
+    for j in range(positions.size):
+        c = _class_of(before[j])
+        crossings[found] = positions[j]
+        classes[found] = c
+        found += c != _class_of(before[j] + differences[j])
     return found
 
 
@@ -133,7 +191,7 @@ def rice_bits(values: Array, counts: Array, parameters: Array) -> int:
 def write_rice(values: Array, counts: Array, parameters: Array, out: Array) -> None:
     """Write the Rice codes of runs of ``values`` (int32, not negative) to ``out``.
 
-    Uint8, zeroed, of ``rice_bits`` bits.
+    Uint8, zeroed, four bytes longer than the codes need.
     """
     bit = 0
     j = 0
@@ -141,48 +199,109 @@ def write_rice(values: Array, counts: Array, parameters: Array, out: Array) -> N
         k = parameters[run]
         for _ in range(counts[run]):
             bit += values[j] >> k
-            out[bit >> 3] |= np.uint8(1 << (bit & 7))
-            bit += 1
-            for place in range(k):
-                out[bit >> 3] |= np.uint8(((values[j] >> place) & 1) << (bit & 7))
-                bit += 1
+            code = np.uint32((((values[j] & ((1 << k) - 1)) << 1) | 1) << (bit & 7))  # at most 28 bits
+            for byte in range(4):
+                out[(bit >> 3) + byte] |= np.uint8((code >> np.uint32(8 * byte)) & np.uint32(255))
+            bit += k + 1
             j += 1
+
+
+@jit_step
+def _window(stream: Array, bit: int) -> Any:
+    """Return 57 bits of ``stream`` or more from ``bit``; eight bytes must be there."""
+    word = np.uint64(0)
+    for byte in range(8):
+        word |= np.uint64(stream[(bit >> 3) + byte]) << np.uint64(8 * byte)
+    return word >> np.uint64(bit & 7)
 
 
 @jit
 def read_rice(stream: Array, counts: Array, parameters: Array, limit: int, values: Array) -> int:
-    """Read runs of Rice codes from ``stream`` (uint8) into ``values`` (int32); return the number of bits read.
+    """Read runs of Rice codes from ``stream`` into ``values`` (int32); return the number of bits read.
 
-    Returns -1 when the stream ends too early or a value is over ``limit``.
+    ``stream``: uint8, with eight zeros after its own bytes. Returns -1 when it ends too early or a value is over
+    ``limit``.
     """
-    end = 8 * stream.size
+    end = 8 * (stream.size - 8)
     bit = 0
     j = 0
     for run in range(counts.size):
         k = parameters[run]
         for _ in range(counts[run]):
-            value = 0
-            while bit < end and not (stream[bit >> 3] >> (bit & 7)):
-                zeros = 8 - (bit & 7)
-                value += zeros
-                bit += zeros
+            quotient = 0
             if bit >= end:
                 return -1
-            zeros = lowest_bit(np.uint32(stream[bit >> 3] >> (bit & 7)))
-            value += zeros
+            word = _window(stream, bit)
+            while not word & np.uint64((1 << 32) - 1):
+                quotient += 32
+                bit += 32
+                if bit >= end:
+                    return -1
+                word = _window(stream, bit)
+            zeros = lowest_bit(word)
+            quotient += zeros
             bit += zeros + 1
-            if value > limit >> k or bit + k > end:
+            if quotient > limit >> k or bit + k > end:
                 return -1
-            low = 0
-            for place in range(k):
-                low |= ((stream[bit >> 3] >> (bit & 7)) & 1) << place
-                bit += 1
-            value = (value << k) | low
+            # At most 31 zeros, a one and 20 bits were in the window: it has them all.
+            value = (quotient << k) | np.int64((word >> np.uint64(zeros + 1)) & np.uint64((1 << k) - 1))
+            bit += k
             if value > limit:
                 return -1
             values[j] = value
             j += 1
     return bit
+
+
+@jit_step
+def _lanes_of(classes: Array, first: int, size: int, c: int) -> Any:
+    """Compare up to 64 classes of a block from ``first`` on; none beyond ``size``."""
+    lanes = equal_bytes(classes, first, c)
+    if size < first + BYTES:
+        lanes &= (np.uint64(1) << np.uint64(size - first)) - np.uint64(1)
+    return lanes
+
+
+@jit_step
+def _change_events(
+    block: Array, classes: Array, c: int, state: Array, gaps: Array, last: int, differences: Array, sign: Any
+) -> None:
+    """Change those elements of class ``c`` in a block that are its events; those end before number ``last``."""
+    rank, event, due, following = state
+    for first in range(0, block.size, BYTES):
+        lanes = _lanes_of(classes, first, block.size, c)
+        end = rank + count_bits(lanes)
+        while due < end:
+            while rank < due:
+                lanes &= lanes - np.uint64(1)
+                rank += 1
+            block[first + lowest_bit(lanes)] += sign * differences[following]
+            following += 1
+            event += 1
+            due = due + 1 + gaps[event] if event < last else NEVER
+        rank = end
+    state[:] = (rank, event, due, following)
+
+
+@jit_step
+def _change_others(
+    block: Array, classes: Array, c: int, state: Array, gaps: Array, last: int, differences: Array, sign: Any
+) -> None:
+    """Change those elements of class ``c`` in a block that are not its events, as long as there are differences."""
+    rank, event, due, following = state
+    for first in range(0, block.size, BYTES):
+        lanes = _lanes_of(classes, first, block.size, c)
+        while lanes:
+            if rank == due:
+                event += 1
+                due = due + 1 + gaps[event] if event < last else NEVER
+            else:
+                if following < differences.size:
+                    block[first + lowest_bit(lanes)] += sign * differences[following]
+                following += 1
+            lanes &= lanes - np.uint64(1)
+            rank += 1
+    state[:] = (rank, event, due, following)
 
 
 @jit
@@ -201,41 +320,36 @@ def apply_ranked(
 
     For class ``c`` the events are ``gaps[starts[c]:starts[c + 1]]`` (int32): the numbers of its elements between one
     event and the next. An event is a changed element, or an unchanged one where ``inverted[c]`` (uint8). Its
-    differences (uint16) begin at ``first_difference[c]`` and end where the next class's begin. Going back, the class
-    is the old one: that of the new value but for the elements at ``crossings`` (int32, ascending).
+    differences (uint16) begin at ``first_difference[c]`` and end where the next class's begin; an ordinary class has
+    one for each event. Going back, the class is the old one: that of the new value but for the elements at
+    ``crossings`` (ascending).
     """
-    event = starts[:-1].copy()
-    following = first_difference[:-1].copy()
-    until = np.empty(256, np.int32)  # elements to come before the next event
-    quiet = np.empty(256, np.int32)  # the same, but zero for inverted classes: each of their elements has work to do
-    for k in range(256):
-        until[k] = gaps[event[k]] if event[k] < starts[k + 1] else out.size
-        quiet[k] = 0 if inverted[k] else until[k]
+    sign = np.uint16(65535) if inverse else np.uint16(1)
+    # Of each class: its elements before the block, its next event and that one's rank, and its next difference.
+    states = np.zeros((256, 4), np.int64)
+    for c in range(256):
+        due = gaps[starts[c]] if starts[c] < starts[c + 1] else NEVER
+        states[c] = (0, starts[c], due, first_difference[c])
+    classes = np.empty(_BLOCK + BYTES, np.uint8)
     crossing = 0
-    next_crossing = crossings[0] if inverse and crossings.size else out.size
-    for i in range(out.size):
-        c = np.uint64((out[i] >> 7) & 255)
-        if i == next_crossing:
-            c = np.uint64(crossing_classes[crossing])
+    for start in range(0, out.size, _BLOCK):
+        block = out[start : start + _BLOCK]
+        _write_classes(block, classes)
+        while inverse and crossing < crossings.size and crossings[crossing] < start + block.size:
+            classes[crossings[crossing] - start] = crossing_classes[crossing]
             crossing += 1
-            next_crossing = crossings[crossing] if crossing < crossings.size else out.size
-        if quiet[c]:
-            quiet[c] -= 1
-            continue
-        if inverted[c] and until[c]:
-            until[c] -= 1
-        else:
-            event[c] += 1
-            until[c] = gaps[event[c]] if event[c] < starts[c + 1] else out.size
+        seen = 0
+        for c in range(255, -1, -1):  # large exponents first: they are the common ones
+            before = states[c, 0]
             if inverted[c]:
-                continue
-            quiet[c] = until[c]
-        j = following[c]
-        if j >= first_difference[c + 1]:
-            return 1
-        following[c] = j + 1
-        out[i] = out[i] - differences[j] if inverse else out[i] + differences[j]
-    for k in range(256):
-        if following[k] != first_difference[k + 1] or event[k] != starts[k + 1]:
+                mine = differences[: first_difference[c + 1]]
+                _change_others(block, classes, c, states[c], gaps, starts[c + 1], mine, sign)
+            elif states[c, 1] < starts[c + 1]:
+                _change_events(block, classes, c, states[c], gaps, starts[c + 1], differences, sign)
+            seen += states[c, 0] - before
+            if seen == block.size:
+                break
+    for c in range(256):
+        if states[c, 3] != first_difference[c + 1] or states[c, 1] != starts[c + 1]:
             return 1
     return 0

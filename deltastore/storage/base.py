@@ -1,10 +1,10 @@
-"""What a store needs of a place to keep objects: five calls, and what each one promises.
+"""What a store needs of a place to keep objects: six calls, and what each one promises.
 
 Keys are relative, ``/``-separated, made of ``[A-Za-z0-9._-]``; no component starts with a dot (``keys`` has
 the rule; a key outside it raises ``UsageError``). Objects are whole: a reader sees nothing or all of one,
 and what one process stored the next call of any other sees. Everything raised is of ``deltastore.errors``;
 a call that raises plain ``StorageError`` may or may not have had its effect. Backends may be shared by
-threads, not carried over a fork.
+threads, which do not wait for each other, and are not carried over a fork.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend"]
+__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "forget_copy"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -41,6 +41,14 @@ class Backend(Protocol):
 
         Raises ``ObjectNotFound`` when it is absent, ``CorruptObject`` when it is larger than ``limit`` bytes
         (nothing over the limit is held in memory), ``StorageError`` otherwise.
+        """
+        ...
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Return the bytes from ``start`` to before ``end`` of an object: all of them, without reading the others.
+
+        ``start`` is below ``end``, or it is a ``UsageError``. Raises ``ObjectNotFound`` when the object is absent,
+        ``CorruptObject`` when it ends before ``end``, ``StorageError`` otherwise.
         """
         ...
 
@@ -77,3 +85,12 @@ def close_backend(backend: Backend) -> None:
     close = getattr(backend, "close", None)
     if close is not None:
         close()
+
+
+def forget_copy(backend: Backend, key: str) -> bool:
+    """Have a backend that reads through a cache drop its copy of an object, because it is not what it should be.
+
+    Tells whether reading once more may bring other bytes.
+    """
+    forget = getattr(backend, "forget", None)
+    return forget is not None and bool(forget(key))

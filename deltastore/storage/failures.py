@@ -1,26 +1,34 @@
 """What went wrong in a cloud library, told in our errors.
 
-The libraries are recognised by the names of their exceptions, so that none is imported for its types.
+The libraries are recognised by the names of their exceptions, so that none is imported for its types. obstore tells
+status and code of an answer only in its message, so there they are read from it.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 from typing import TYPE_CHECKING, Final
 
-from deltastore.errors import ObjectExists, ObjectNotFound, StorageError
+from deltastore.errors import AccessDenied, CorruptObject, ObjectExists, ObjectNotFound, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["is_absence", "is_empty_range", "translate"]
+__all__ = ["is_absence", "is_empty_range", "too_large", "too_short", "translate"]
 
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound"})
 
 _ABSENT: Final = frozenset(
     {"builtins.FileNotFoundError", "azure.core.exceptions.ResourceNotFoundError"},
 )
-_EXISTS: Final = frozenset({"builtins.FileExistsError", "azure.core.exceptions.ResourceExistsError"})
+_EXISTS: Final = frozenset(
+    {
+        "builtins.FileExistsError",
+        "azure.core.exceptions.ResourceExistsError",
+        "obstore.exceptions.AlreadyExistsError",
+    }
+)
 _DENIED: Final = frozenset(
     {
         "builtins.PermissionError",
@@ -29,8 +37,12 @@ _DENIED: Final = frozenset(
         "botocore.exceptions.PartialCredentialsError",
         "google.auth.exceptions.DefaultCredentialsError",
         "google.auth.exceptions.RefreshError",
+        "obstore.exceptions.PermissionDeniedError",
+        "obstore.exceptions.UnauthenticatedError",
     }
 )
+# S3 answers 400 to these, and they are about who asks all the same.
+_DENIED_CODES: Final = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
 
 # The network or the server, as opposed to the request.
 _PASSING: Final = frozenset(
@@ -51,8 +63,32 @@ _PASSING: Final = frozenset(
         "http.client.IncompleteRead",
     }
 )
+# What arrived is not what was sent: the request was damaged on its way.
+_PASSING_CODES: Final = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"})
 _PASSING_STATUS: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _PASSING_ERRNO: Final = frozenset({errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EAGAIN, errno.EPIPE, errno.ETIMEDOUT})
+
+_OBSTORE: Final = "obstore.exceptions."
+_OBSTORE_STATUS: Final = re.compile(r"status code: (\d{3})\b")
+_OBSTORE_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+_OBSTORE_MESSAGE: Final = re.compile(r"<Message>([^<]+)</Message>")
+# An answer that broke off, a connection that was not made, and one that timed out all read so.
+_OBSTORE_NETWORK: Final = re.compile(r"HTTP error:|error decoding response|Error getting (?:list|put) response body")
+_OBSTORE_DETAILS: Final = "\n\nDebug source:"
+
+
+def too_large(key: str, limit: int) -> CorruptObject:
+    """Return the error for an object of more than ``limit`` bytes."""
+    return CorruptObject(
+        f"{key} has more than the {limit} bytes that it may have", key=key, hint="run `deltastore check` on the store"
+    )
+
+
+def too_short(key: str, end: int) -> CorruptObject:
+    """Return the error for an object that has no ``end`` bytes."""
+    return CorruptObject(
+        f"{key} ends before byte {end}, which it should have", key=key, hint="run `deltastore check` on the store"
+    )
 
 
 def is_absence(error: Exception) -> bool:
@@ -75,10 +111,10 @@ def translate(error: Exception, verb: str, key: str | None, *, url: str, clean: 
         return ObjectNotFound(f"there is no object {name}", key=key)
     if verb == "create" and (kinds & _EXISTS or _status(error) == 412):
         return ObjectExists(f"{name} exists already", key=key)
-    message = f"could not {verb} {name}: {clean(str(error) or type(error).__name__)}"
-    if kinds & _DENIED or _status(error) in {401, 403}:
-        hint = "check the credentials and what they may do in this bucket"
-        return StorageError(message, transient=False, key=key, hint=hint)
+    message = f"could not {verb} {name}: {clean(_shown(error))}"
+    if kinds & _DENIED or _status(error) in {401, 403} or _code(error) in _DENIED_CODES:
+        hint = "renew the credentials, or check what they may do in this bucket"
+        return AccessDenied(message, key=key, hint=hint)
     if _is_passing(error):
         hint = f"check that {url} can be reached from here, then repeat"
         return StorageError(message, transient=True, key=key, hint=hint)
@@ -97,17 +133,36 @@ def _no_bucket(verb: str, key: str | None, url: str) -> StorageError:
 def _is_passing(error: Exception) -> bool:
     """Whether the same request may succeed a moment later."""
     # By their kind first: some errors of the connection carry a made-up status.
-    if any(_kinds(link) & _PASSING for link in _chain(error)):
+    if any(_kinds(link) & _PASSING for link in _chain(error)) or _code(error) in _PASSING_CODES:
         return True
     status = _status(error)
     if status is not None:
         return status in _PASSING_STATUS
+    if _is_obstore(error):
+        return _OBSTORE_NETWORK.search(_text(error)) is not None
     return isinstance(error, OSError) and error.errno in _PASSING_ERRNO
 
 
 def _kinds(error: BaseException) -> set[str]:
     """Return the full names of the error's class and of those it derives from."""
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+
+
+def _is_obstore(error: BaseException) -> bool:
+    """Whether obstore raised it: under its own name, or as a built-in error with its details."""
+    return any(kind.startswith(_OBSTORE) for kind in _kinds(error)) or _OBSTORE_DETAILS in str(error)
+
+
+def _text(error: BaseException) -> str:
+    """Return the library's message without the dump of its internals."""
+    return str(error).partition(_OBSTORE_DETAILS)[0] or type(error).__name__
+
+
+def _shown(error: BaseException) -> str:
+    """Return what a person is told: the server's own words, where there are any in the message."""
+    text = _text(error)
+    found = _OBSTORE_MESSAGE.search(text) if _is_obstore(error) else None
+    return found[1] if found else text
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -132,6 +187,9 @@ def _status(error: Exception) -> int | None:
             status = getattr(link, name, None)
             if isinstance(status, int):
                 return status
+        if _is_obstore(link):
+            found = _OBSTORE_STATUS.search(_text(link))
+            return int(found[1]) if found else None
     return None
 
 
@@ -143,4 +201,7 @@ def _code(error: Exception) -> str | None:
         code = code or getattr(link, "error_code", None)
         if code is not None:
             return str(getattr(code, "value", code))
+        if _is_obstore(link):
+            found = _OBSTORE_CODE.search(_text(link))
+            return found[1] if found else None
     return None

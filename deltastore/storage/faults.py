@@ -2,18 +2,22 @@
 
 A script of faults says what goes wrong: before the effect (nothing happened), after it (it happened, the
 answer was lost), late (refused now, and it happens after all, later), or in the bytes that a read returns.
-Nothing is random and nothing sleeps: where a test needs two things to meet, it gives a hook.
+``make_fault`` makes those that networks and servers are known for (``FaultKind``), ``RandomFaults`` deals them
+out by a seed. Nothing else is random, and only what stalls or is slow sleeps: where a test needs two things
+to meet, it gives a hook.
 """
 
 from __future__ import annotations
 
 import enum
+import random
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-from deltastore.errors import StorageError
+from deltastore.errors import AccessDenied, StorageError, UsageError
 from deltastore.storage.base import close_backend
 
 if TYPE_CHECKING:
@@ -21,11 +25,22 @@ if TYPE_CHECKING:
 
     from deltastore.storage.base import Backend, Buffer, ObjectInfo
 
-__all__ = ["Effect", "Fault", "FaultyBackend", "Operation", "flip_bit", "oversize", "truncate"]
+__all__ = [
+    "Effect",
+    "Fault",
+    "FaultKind",
+    "FaultyBackend",
+    "Operation",
+    "RandomFaults",
+    "flip_bit",
+    "make_fault",
+    "oversize",
+    "truncate",
+]
 
 _T = TypeVar("_T")
 
-Operation = Literal["read", "write", "create", "list", "delete"]
+Operation = Literal["read", "read_range", "write", "create", "list", "delete"]
 
 
 class Effect(enum.Enum):
@@ -39,6 +54,34 @@ class Effect(enum.Enum):
     """It has done everything and fails all the same: a lost answer."""
     LATE = "late"
     """It fails, and is done later, at ``FaultyBackend.land``: a request still on its way."""
+
+
+class FaultKind(enum.Enum):
+    """What networks and servers do to a request; ``tools.chaos`` does the same on the wire."""
+
+    REFUSE = "refuse"
+    """The connection is refused: nothing happened."""
+    RESET = "reset"
+    """The connection breaks while the bytes travel: nothing whole has arrived."""
+    STALL = "stall"
+    """Nothing comes any more, until the caller's deadline."""
+    INTERNAL_ERROR = "500"
+    """The server answers that it failed."""
+    BUSY = "503"
+    """The server answers that there is too much to do."""
+    DENY = "403"
+    """The server answers that the credentials are not good any more."""
+    TRUNCATE = "truncate"
+    """Fewer bytes are read than were stored, and nobody says so."""
+    FLIP = "flip"
+    """One bit of what is read is another."""
+    SLOW = "slow"
+    """All goes well, and takes its time."""
+    LOSE_ANSWER = "lose-answer"
+    """All is done, and the answer is lost."""
+
+
+_DAMAGES: Final = frozenset({FaultKind.TRUNCATE, FaultKind.FLIP})
 
 
 def _lost() -> Exception:
@@ -62,16 +105,86 @@ class Fault:
     after: Callable[[], object] | None = None
 
 
+def make_fault(
+    kind: FaultKind,
+    operation: Operation,
+    *,
+    key_prefix: str = "",
+    bit: int = 0,
+    seconds: float = 0.0,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Fault:
+    """Make the fault of a kind for one call.
+
+    ``bit`` is the one that is flipped; ``seconds`` is how long it stalls or how much slower it is. Raises
+    ``UsageError`` for damage to the bytes of a call that returns none.
+    """
+    if kind in _DAMAGES:
+        if not operation.startswith("read"):
+            raise UsageError(f"{kind.value} is about what is read, and {operation} reads nothing")
+        damage = truncate if kind is FaultKind.TRUNCATE else flip_bit(bit)
+        return Fault(operation=operation, effect=Effect.NONE, key_prefix=key_prefix, damage=damage)
+    if kind is FaultKind.SLOW:
+        return Fault(operation=operation, effect=Effect.NONE, key_prefix=key_prefix, hook=lambda: sleep(seconds))
+    if kind is FaultKind.LOSE_ANSWER:
+        return Fault(operation=operation, effect=Effect.AFTER, key_prefix=key_prefix)
+    hook = (lambda: sleep(seconds)) if kind is FaultKind.STALL else None
+    return Fault(operation=operation, key_prefix=key_prefix, error=lambda: _error(kind), hook=hook)
+
+
+def _error(kind: FaultKind) -> StorageError:
+    if kind is FaultKind.DENY:
+        return AccessDenied("the credentials have expired", hint="renew the credentials")
+    said = {
+        FaultKind.REFUSE: "the connection was refused",
+        FaultKind.RESET: "the connection was reset",
+        FaultKind.STALL: "no answer in time",
+        FaultKind.INTERNAL_ERROR: "the server failed",
+        FaultKind.BUSY: "the server is busy",
+    }
+    return StorageError(said[kind], hint="repeat")
+
+
+class RandomFaults:
+    """Deals out faults to a share of all calls: the same ones for the same seed and the same calls in order."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        share: float,
+        kinds: Iterable[FaultKind] = tuple(FaultKind),
+        seconds: float = 0.0,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - not a secret
+        self._share = share
+        self._kinds = tuple(kinds)
+        self._seconds = seconds
+        self._sleep = sleep
+
+    def draw(self, operation: Operation) -> Fault | None:
+        """Return what goes wrong with the next call, if anything does."""
+        # As many draws for each call, so that one that changes does not change all that follow.
+        dice, which, bit = self._random.random(), self._random.random(), self._random.randrange(1 << 30)
+        kinds = [kind for kind in self._kinds if operation.startswith("read") or kind not in _DAMAGES]
+        if dice >= self._share or not kinds:
+            return None
+        kind = kinds[int(which * len(kinds))]
+        return make_fault(kind, operation, bit=bit, seconds=self._seconds, sleep=self._sleep)
+
+
 @dataclass(slots=True)
 class FaultyBackend:
     """Plays a script of faults round another backend.
 
-    Each call takes the first fault left in the script that fits it, and calls that none fits go through.
-    ``calls`` tells what was asked for, in order. Threads may share one.
+    Each call takes the first fault left in the script that fits it; one that none fits gets what ``chance`` deals
+    it, and goes through where that is nothing. ``calls`` tells what was asked for, in order. Threads may share one.
     """
 
     inner: Backend
     script: Iterable[Fault] = ()
+    chance: RandomFaults | None = None
     calls: list[tuple[Operation, str]] = field(init=False, default_factory=list)
     _left: list[Fault] = field(init=False, repr=False)
     _late: list[Callable[[], object]] = field(init=False, repr=False, default_factory=list)
@@ -106,8 +219,12 @@ class FaultyBackend:
     def read(self, key: str, *, limit: int) -> bytes:
         """Read through the script."""
         fault = self._take("read", key)
-        data = self._play(fault, lambda: self.inner.read(key, limit=limit))
-        return fault.damage(data) if fault is not None and fault.damage is not None else data
+        return _damaged(fault, self._play(fault, lambda: self.inner.read(key, limit=limit)))
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Read a range through the script."""
+        fault = self._take("read_range", key)
+        return _damaged(fault, self._play(fault, lambda: self.inner.read_range(key, start, end)))
 
     def write(self, key: str, data: Buffer) -> None:
         """Write through the script."""
@@ -135,7 +252,7 @@ class FaultyBackend:
             for index, fault in enumerate(self._left):
                 if fault.operation == operation and key.startswith(fault.key_prefix):
                     return self._left.pop(index)
-        return None
+            return self.chance.draw(operation) if self.chance is not None else None
 
     def _play(self, fault: Fault | None, call: Callable[[], _T]) -> _T:
         if fault is None:
@@ -154,6 +271,10 @@ class FaultyBackend:
         if fault.effect is Effect.AFTER:
             raise fault.error()
         return result
+
+
+def _damaged(fault: Fault | None, data: bytes) -> bytes:
+    return data if fault is None or fault.damage is None else fault.damage(data)
 
 
 def truncate(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What a key may look like, checked before any backend sees it.
+"""What a key, a prefix and a range may look like, checked before any backend sees them.
 
 Keys come from manifests that others wrote, and a local backend makes paths of them. The alphabet is the
 one that every backend stores unchanged, and no component can be hidden, empty, ``.`` or ``..``.
@@ -11,7 +11,7 @@ from typing import Final
 
 from deltastore.errors import UsageError
 
-__all__ = ["MAX_KEY_LENGTH", "check_key", "check_prefix", "is_key"]
+__all__ = ["MAX_KEY_LENGTH", "check_key", "check_prefix", "check_range", "is_key"]
 
 MAX_KEY_LENGTH: Final = 512
 
@@ -41,6 +41,13 @@ def check_prefix(prefix: str) -> None:
         raise UsageError(
             f"{_shown(prefix)} is not a valid key prefix", key=prefix, hint="end the prefix with one slash"
         )
+
+
+def check_range(key: str, start: int, end: int) -> None:
+    """Raise ``UsageError`` unless ``key`` may name an object and the range has bytes."""
+    check_key(key)
+    if not 0 <= start < end:
+        raise UsageError(f"{start} to {end} is no range of bytes of {key}", key=key, hint="ask for at least one byte")
 
 
 def _shown(text: str) -> str:

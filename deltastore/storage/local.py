@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deltastore.errors import CorruptObject, DiskFull, ObjectExists, ObjectNotFound, StorageError
+from deltastore.errors import AccessDenied, DiskFull, ObjectExists, ObjectNotFound, StorageError
 from deltastore.storage.base import ObjectInfo
-from deltastore.storage.keys import check_key, check_prefix, is_key
+from deltastore.storage.failures import too_large, too_short
+from deltastore.storage.keys import check_key, check_prefix, check_range, is_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,6 +72,16 @@ class LocalBackend:
             descriptor = _open_for_reading(path)
             try:
                 return _read_whole(descriptor, key, limit)
+            finally:
+                os.close(descriptor)
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Return a range of an object."""
+        check_range(key, start, end)
+        with _translated("read", key, absent=True):
+            descriptor = _open_for_reading(self._root / key)
+            try:
+                return _read_range(descriptor, key, start, end)
             finally:
                 os.close(descriptor)
 
@@ -249,6 +260,31 @@ def _open_for_reading(path: Path) -> int:
 
 def _read_whole(descriptor: int, key: str, limit: int) -> bytes:
     """Read an open file to its end, at most ``limit`` bytes."""
+    size = _size(descriptor, key)
+    if size > limit:
+        raise too_large(key, limit)
+    # Nothing rewrites an object in place, so one that shrinks or grows under our hands is not one of ours.
+    with open(descriptor, "rb", closefd=False) as file:
+        data = file.read(size + 1)
+    if len(data) != size:
+        raise _changed(key)
+    return data
+
+
+def _read_range(descriptor: int, key: str, start: int, end: int) -> bytes:
+    """Read bytes ``start`` to before ``end`` of an open file."""
+    if _size(descriptor, key) < end:
+        raise too_short(key, end)
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(start)
+        data = file.read(end - start)
+    if len(data) != end - start:
+        raise _changed(key)
+    return data
+
+
+def _size(descriptor: int, key: str) -> int:
+    """Return an open file's size, if it is a file that can be read."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise StorageError(
@@ -257,18 +293,11 @@ def _read_whole(descriptor: int, key: str, limit: int) -> bytes:
             key=key,
             hint="something else was put into the store's directory; move it away",
         )
-    if status.st_size > limit:
-        raise CorruptObject(
-            f"{key} has {status.st_size} bytes, more than the {limit} that it may have",
-            key=key,
-            hint="run `deltastore check` on the store",
-        )
-    # Nothing rewrites an object in place, so one that shrinks or grows under our hands is not one of ours.
-    with open(descriptor, "rb", closefd=False) as file:
-        data = file.read(status.st_size + 1)
-    if len(data) != status.st_size:
-        raise StorageError(f"{key} changed its size while it was read", key=key, hint="read it again")
-    return data
+    return status.st_size
+
+
+def _changed(key: str) -> StorageError:
+    return StorageError(f"{key} changed its size while it was read", key=key, hint="read it again")
 
 
 def _write_whole(path: Path, data: Buffer) -> None:
@@ -315,7 +344,7 @@ def _translation(error: OSError, verb: str, key: str | None, *, absent: bool) ->
         return DiskFull(message, key=key, hint="free some space or raise the quota, then repeat")
     if error.errno in _DENIED:
         hint = "give this user the permission on the store's directory, or mount it writable"
-        return StorageError(message, transient=False, key=key, hint=hint)
+        return AccessDenied(message, key=key, hint=hint)
     if error.errno in {errno.EISDIR, errno.ENOTDIR}:
         hint = "something else was put into the store's directory; move it away"
         return StorageError(message, transient=False, key=key, hint=hint)

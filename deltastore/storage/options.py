@@ -1,4 +1,4 @@
-"""Storage options as people type them, made into what file systems take.
+"""URLs and storage options as people type them, made into what file systems take.
 
 A command line has only text, a file system wants booleans, numbers and nested mappings. Credentials are
 left exactly as given, and collected so that messages can be cleaned of them.
@@ -10,19 +10,52 @@ import json
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from deltastore.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["parse_options", "secrets_of"]
+__all__ = ["AZURE_SCHEMES", "S3_SCHEMES", "clean", "parse_options", "secrets_of", "split_url"]
+
+S3_SCHEMES: Final = ("s3", "s3a")
+AZURE_SCHEMES: Final = ("az", "abfs", "abfss")
 
 _SECRET_NAMES: Final = re.compile(r"key|secret|token|password|credential|connection_string|sas", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"-?\d{1,9}")
 
 # Names whose values are text even when they look like a number or a boolean.
 _TEXT: Final = frozenset({"username", "account_name", "project", "profile", "endpoint_url", "region"})
+
+
+def split_url(url: str) -> tuple[SplitResult, dict[str, object]]:
+    """Take a remote URL apart into what may be shown and the credentials in it. Raises ``UsageError``."""
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    shown = parts._replace(scheme=scheme, path=parts.path.rstrip("/"), query="", fragment="")
+    if parts.query or parts.fragment:
+        raise UsageError(f"{scheme}:// URLs take no ? or #", hint="give settings and credentials as storage options")
+    if not parts.netloc:
+        raise UsageError(f"{scheme}:// names no bucket", hint=f"write {scheme}://BUCKET/PREFIX")
+    user, at, host = parts.netloc.rpartition("@")
+    name, colon, password = user.partition(":")
+    if at and not colon and scheme in AZURE_SCHEMES:
+        # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/: no credential.
+        return shown, {}
+    if not at:
+        return shown, {}
+    if not colon or scheme not in S3_SCHEMES:
+        raise UsageError(f"a {scheme}:// URL cannot carry a user", hint="give credentials as storage options")
+    return shown._replace(netloc=host), {"key": unquote(name), "secret": unquote(password)}
+
+
+def clean(text: str, secrets: frozenset[str]) -> str:
+    """Return a library's message on one line, shortened, and without credentials."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", "***", text)
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def parse_options(options: Mapping[str, object]) -> dict[str, object]:

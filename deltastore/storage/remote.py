@@ -9,38 +9,27 @@ that has gone silent hangs outside each of their timeouts. Errors become ours.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
-import re
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
-from deltastore.errors import CorruptObject, StorageError, UsageError
+from deltastore.errors import AccessDenied, DeltastoreError, StorageError, UsageError
 from deltastore.storage.base import ObjectInfo
-from deltastore.storage.failures import is_absence, is_empty_range, translate
-from deltastore.storage.keys import check_key, check_prefix, is_key
-from deltastore.storage.options import parse_options, secrets_of
+from deltastore.storage.failures import is_absence, is_empty_range, too_large, too_short, translate
+from deltastore.storage.keys import check_key, check_prefix, check_range, is_key
+from deltastore.storage.options import clean, parse_options, secrets_of, split_url
+from deltastore.storage.waiting import BASE_TIMEOUT, CREATE_LIMIT, LIST_TIMEOUT, patience, run_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from deltastore.storage.base import Buffer
 
 __all__ = ["FsspecBackend", "open_fsspec"]
 
-# A request may take this long, and longer by its bytes at the slowest rate that still counts as alive.
-_BASE_TIMEOUT: Final = 30.0
-_SLOWEST_BYTES_A_SECOND: Final = 1 << 20
-# A listing is many requests one after the other.
-_LIST_TIMEOUT: Final = 300.0
 _CLOSE_TIMEOUT: Final = 5.0
-
-_WAIT_STEP: Final = 0.5
-
-_CREATE_LIMIT: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +62,12 @@ _DIALECTS: Final = {
 _SYNCHRONOUS: Final = threading.RLock()
 
 
-def open_fsspec(url: str, *, storage_options: Mapping[str, object], timeout: float = _BASE_TIMEOUT) -> FsspecBackend:
+def open_fsspec(url: str, *, storage_options: Mapping[str, object], timeout: float = BASE_TIMEOUT) -> FsspecBackend:
     """Open a remote URL; no request is sent yet. Raises ``UsageError`` for what can never work."""
     import fsspec  # noqa: PLC0415 - a local store must not wait for it
     from fsspec.config import apply_config  # noqa: PLC0415
 
-    parts, credentials = _split(url)
+    parts, credentials = split_url(url)
     protocol = parts.scheme
     options = parse_options({**credentials, **storage_options})
     plain_url = urlunsplit(parts)
@@ -103,7 +92,7 @@ def open_fsspec(url: str, *, storage_options: Mapping[str, object], timeout: flo
         file_system = kind(**{**from_url, **options})
     except Exception as error:
         raise UsageError(
-            f"the storage options do not fit {protocol}://: {_clean(str(error), secrets)}",
+            f"the storage options do not fit {protocol}://: {clean(str(error), secrets)}",
             hint="check the storage options and the environment of this kind of storage",
         ) from error
     if _DIALECTS[protocol] is _S3:
@@ -126,7 +115,7 @@ class FsspecBackend:
         *,
         url: str,
         protocol: str,
-        timeout: float = _BASE_TIMEOUT,
+        timeout: float = BASE_TIMEOUT,
         secrets: frozenset[str] = frozenset(),
     ) -> None:
         self._fs = file_system
@@ -137,6 +126,8 @@ class FsspecBackend:
         self._secrets = secrets
         self._process = os.getpid()
         self._connected = False
+        self._denied = False
+        self._closing: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"FsspecBackend({self._url!r})"
@@ -158,11 +149,28 @@ class FsspecBackend:
                 return b""
             raise self._translated(error, "read", key) from error
         if len(data) > limit:
-            raise CorruptObject(
-                f"{key} has more than the {limit} bytes that it may have",
+            raise too_large(key, limit)
+        return bytes(data)
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Return a range of an object, in one request."""
+        check_range(key, start, end)
+        wanted = end - start
+        try:
+            data = self._call("cat_file", self._path(key), start=start, end=end, size=wanted)
+        except Exception as error:
+            if is_empty_range(error):
+                raise too_short(key, end) from error
+            raise self._translated(error, "read", key) from error
+        if len(data) > wanted:
+            raise StorageError(
+                f"{self._url} answers with more than the range asked for",
+                transient=False,
                 key=key,
-                hint="run `deltastore check` on the store",
+                hint="use a service that answers ranged reads",
             )
+        if len(data) < wanted:
+            raise too_short(key, end)
         return bytes(data)
 
     def write(self, key: str, data: Buffer) -> None:
@@ -176,7 +184,7 @@ class FsspecBackend:
     def create(self, key: str, data: Buffer) -> None:
         """Store a small object in one conditional request, if and only if the key is free."""
         check_key(key)
-        if len(data) > _CREATE_LIMIT:
+        if len(data) > CREATE_LIMIT:
             raise UsageError(f"{key} is too large to be created exclusively: {len(data)} bytes", key=key)
         try:
             self._call("pipe_file", self._path(key), _bytes(data), size=len(data), **self._dialect.create)
@@ -188,7 +196,7 @@ class FsspecBackend:
         check_prefix(prefix)
         path = self._path(prefix.rstrip("/")) if prefix else self._root
         try:
-            found = self._call("find", path, detail=True, timeout=_LIST_TIMEOUT)
+            found = self._call("find", path, detail=True, timeout=LIST_TIMEOUT)
         except Exception as error:
             if is_absence(error):
                 return
@@ -218,7 +226,7 @@ class FsspecBackend:
             client = await connect()
             await client.close()
 
-        self._run(close, _CLOSE_TIMEOUT)
+        run_on(self._fs.loop, close, _CLOSE_TIMEOUT)
         self._connected = False
 
     def _path(self, key: str) -> str:
@@ -246,60 +254,38 @@ class FsspecBackend:
                 return getattr(self._fs, method)(*arguments, **options)
         call = getattr(self._fs, f"_{method}")
         self._connected = True
-        seconds = timeout if timeout is not None else self._timeout + size / _SLOWEST_BYTES_A_SECOND
-        return self._run(lambda: call(*arguments, **options), seconds)
+        seconds = timeout if timeout is not None else patience(self._timeout, size)
+        return run_on(self._fs.loop, lambda: self._ask(call, *arguments, **options), seconds)
 
-    def _run(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Run a coroutine on the file system's event loop, and cancel it when we stop waiting for it."""
-        answer: list[Any] = []
+    async def _ask(self, call: Any, *arguments: object, **options: Any) -> Any:
+        if self._denied and hasattr(self._fs, "set_session"):
+            self._denied = False
+            await self._renew()
+        return await call(*arguments, **options)
 
-        async def run() -> None:
-            # Not returned: asyncio in debug mode formats results, and large bytes take it seconds.
-            answer.append(await call())
+    async def _renew(self) -> None:
+        """Make a new client, which looks for credentials again: those of a file may be new ones."""
+        old = await self._fs.set_session()
+        await self._fs.set_session(refresh=True)
+        # Other threads' requests may still be on their way over the old one, none of them longer than this.
+        asyncio.get_running_loop().call_later(LIST_TIMEOUT, self._close_client, old)
 
-        future = asyncio.run_coroutine_threadsafe(run(), self._fs.loop)
-        deadline = time.monotonic() + seconds
-        try:
-            # In short steps: a signal that another thread receives does not end a wait of this one.
-            while not concurrent.futures.wait([future], timeout=min(_WAIT_STEP, seconds)).done:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer within {seconds:.0f} s")
-            future.result()
-        finally:
-            future.cancel()
-        return answer.pop()
+    def _close_client(self, client: Any) -> None:
+        task = asyncio.get_running_loop().create_task(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _translated(self, error: Exception, verb: str, key: str | None) -> Exception:
-        if isinstance(error, StorageError):
+        if isinstance(error, DeltastoreError):
             return error
-        return translate(error, verb, key, url=self._url, clean=lambda text: _clean(text, self._secrets))
+        ours = translate(error, verb, key, url=self._url, clean=lambda text: clean(text, self._secrets))
+        self._denied |= isinstance(ours, AccessDenied)
+        return ours
 
 
 def _bytes(data: Buffer) -> bytes:
     """Return bytes, the one type that every library takes."""
     return data if isinstance(data, bytes) else bytes(data)
-
-
-def _split(url: str) -> tuple[Any, dict[str, object]]:
-    """Take a URL apart into what may be shown and the credentials in it."""
-    parts = urlsplit(url)
-    shown = parts._replace(scheme=parts.scheme.lower(), path=parts.path.rstrip("/"), query="", fragment="")
-    if parts.query or parts.fragment:
-        raise UsageError(
-            f"{shown.scheme}:// URLs take no ? or #", hint="give settings and credentials as storage options"
-        )
-    if not parts.netloc:
-        raise UsageError(f"{shown.scheme}:// names no bucket", hint=f"write {shown.scheme}://BUCKET/PREFIX")
-    user, at, host = parts.netloc.rpartition("@")
-    name, colon, password = user.partition(":")
-    if at and not colon and _DIALECTS[shown.scheme] is _AZURE:
-        # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/: no credential.
-        return shown, {}
-    if not at:
-        return shown, {}
-    if not colon or _DIALECTS[shown.scheme] is not _S3:
-        raise UsageError(f"a {shown.scheme}:// URL cannot carry a user", hint="give credentials as storage options")
-    return shown._replace(netloc=host), {"key": unquote(name), "secret": unquote(password)}
 
 
 def _s3_options(options: dict[str, object]) -> dict[str, object]:
@@ -324,11 +310,3 @@ def _nested(options: Mapping[str, object], name: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise UsageError(f"the storage option {name} is not a mapping", hint=f"write {name}.NAME=VALUE")
     return dict(value)
-
-
-def _clean(text: str, secrets: frozenset[str]) -> str:
-    """Return a library's message on one line, shortened, and without credentials."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", "***", text)
-    text = " ".join(text.split())
-    return text if len(text) <= 300 else text[:297] + "..."

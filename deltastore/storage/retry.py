@@ -59,6 +59,10 @@ class RetryingBackend:
         """Return the whole object, trying again on transient errors."""
         return self._repeat(lambda: self._inner.read(key, limit=limit))
 
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Return a range of an object, trying again on transient errors."""
+        return self._repeat(lambda: self._inner.read_range(key, start, end))
+
     def write(self, key: str, data: Buffer) -> None:
         """Store an object, trying again on transient errors: the bytes are the same each time."""
         self._repeat(lambda: self._inner.write(key, data))

@@ -6,6 +6,28 @@ server's binary.
 
 from __future__ import annotations
 
-from deltastore.storage.faults import Effect, Fault, FaultyBackend, flip_bit, oversize, truncate
+from deltastore.storage.faults import (
+    Effect,
+    Fault,
+    FaultKind,
+    FaultyBackend,
+    RandomFaults,
+    flip_bit,
+    make_fault,
+    oversize,
+    truncate,
+)
+from deltastore.storage.lagging import LaggingBackend
 
-__all__ = ["Effect", "Fault", "FaultyBackend", "flip_bit", "oversize", "truncate"]
+__all__ = [
+    "Effect",
+    "Fault",
+    "FaultKind",
+    "FaultyBackend",
+    "LaggingBackend",
+    "RandomFaults",
+    "flip_bit",
+    "make_fault",
+    "oversize",
+    "truncate",
+]

@@ -17,8 +17,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deltastore.errors import CorruptObject, ObjectExists, ObjectNotFound, StorageError, UsageError
+from deltastore.commit import commit
+from deltastore.errors import (
+    CorruptObject,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    UsageError,
+    VersionConflict,
+)
 from deltastore.storage.base import ObjectInfo
+from deltastore.storage.faults import Effect, Fault, FaultyBackend
+from deltastore.storage.lagging import LaggingBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,8 +66,8 @@ _BAD_KEYS = (
 class StorageContract:
     """Subclass it, name the class ``Test...``, and give it the fixture ``open_another``."""
 
-    race_rounds = 10
-    """How many races ``create`` is put to."""
+    race_rounds = 1000
+    """How many races ``create`` is put to; a slow backend takes fewer by default."""
     racers = 8
     """How many writers take part in each."""
 
@@ -133,6 +143,41 @@ class StorageContract:
         backend.write("a", b"")
         assert backend.read("a", limit=0) == b""
 
+    @pytest.mark.parametrize(
+        ("start", "end"), [(0, 1), (0, len(_BINARY)), (100, 1000), (len(_BINARY) - 1, len(_BINARY))]
+    )
+    def test_reads_a_range(self, backend: Backend, start: int, end: int) -> None:
+        backend.write("a/b", _BINARY)
+        found = backend.read_range("a/b", start, end)
+        assert found == _BINARY[start:end]
+        assert type(found) is bytes
+
+    @pytest.mark.parametrize(("size", "start", "end"), [(10, 5, 11), (10, 10, 11), (10, 1000, 2000), (0, 0, 1)])
+    def test_a_range_that_the_object_does_not_have(self, backend: Backend, size: int, start: int, end: int) -> None:
+        backend.write("a", b"x" * size)
+        with pytest.raises(CorruptObject) as caught:
+            backend.read_range("a", start, end)
+        assert caught.value.key == "a"
+
+    def test_a_range_of_a_missing_object(self, backend: Backend) -> None:
+        with pytest.raises(ObjectNotFound) as caught:
+            backend.read_range("a/missing", 0, 1)
+        assert caught.value.key == "a/missing"
+
+    @pytest.mark.parametrize(("start", "end"), [(0, 0), (5, 5), (5, 4), (-1, 4), (-4, -1)])
+    def test_refuses_what_is_no_range(self, backend: Backend, start: int, end: int) -> None:
+        backend.write("a", _BINARY)
+        with pytest.raises(UsageError):
+            backend.read_range("a", start, end)
+
+    def test_threads_read_ranges_of_one_object(self, backend: Backend) -> None:
+        data = b"".join(number.to_bytes(4, "big") for number in range(1 << 16))
+        backend.write("a", data)
+        starts = range(0, len(data), len(data) // 64)
+        ends = [start + len(data) // 64 for start in starts]
+        with ThreadPoolExecutor(16) as pool:
+            assert b"".join(pool.map(backend.read_range, ["a"] * 64, starts, ends)) == data
+
     def test_create_leaves_what_is_there(self, backend: Backend) -> None:
         backend.create("a", b"first")
         with pytest.raises(ObjectExists) as caught:
@@ -171,6 +216,30 @@ class StorageContract:
                 assert sum(won) <= 1
                 if any(won):
                     assert data == f"writer {won.index(True)} ".encode() * 100
+
+    def test_a_lost_answer_is_found_on_reading_back(self, open_another: Callable[[], Backend]) -> None:
+        one, other = FaultyBackend(open_another()), open_another()
+        one.add(Fault(operation="create", effect=Effect.AFTER))
+        commit(one, "a/b", b"ours", limit=_LIMIT)
+        assert one.calls == [("create", "a/b"), ("read", "a/b")]
+        assert other.read("a/b", limit=_LIMIT) == b"ours"
+        with pytest.raises(VersionConflict):
+            commit(other, "a/b", b"theirs", limit=_LIMIT)
+
+    def test_nothing_but_listings_depends_on_listings(self, open_another: Callable[[], Backend]) -> None:
+        one, other = LaggingBackend(open_another()), LaggingBackend(open_another())
+        commit(one, "a/b", b"ours", limit=_LIMIT)
+        assert [*other.list("")] == []
+        assert other.read("a/b", limit=_LIMIT) == b"ours"
+        assert other.read_range("a/b", 1, 3) == b"ur"
+        with pytest.raises(VersionConflict):
+            commit(other, "a/b", b"theirs", limit=_LIMIT)
+        other.delete("a/b")
+        with pytest.raises(ObjectNotFound):
+            one.read("a/b", limit=_LIMIT)
+        commit(one, "a/b", b"ours again", limit=_LIMIT)
+        other.catch_up()
+        assert [*other.list("")] == [ObjectInfo("a/b", 10)]
 
     def test_readers_see_whole_objects(self, open_another: Callable[[], Backend]) -> None:
         writer, reader = open_another(), open_another()
@@ -238,6 +307,7 @@ class StorageContract:
     def test_refuses_bad_keys(self, backend: Backend, key: str) -> None:
         for call in (
             lambda: backend.read(key, limit=1),
+            lambda: backend.read_range(key, 0, 1),
             lambda: backend.write(key, b"x"),
             lambda: backend.create(key, b"x"),
             lambda: backend.delete(key),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltastore.cli.app import debug_option, key_value_option, storage_options
+from deltastore.cli.app import cache_options, debug_option, key_value_option, storage_options, trusted_keys_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,8 @@ _SHARED = (
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
     key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
     click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
+    cache_options,
+    trusted_keys_option,
     storage_options,
     debug_option,
 )

@@ -8,7 +8,7 @@ import tracemalloc
 import fuzzing
 import pytest
 
-#: For each of the nine decoders: about a million in all.
+#: For each of the twelve decoders: about a million and a half in all.
 BYTES = int(os.environ.get("DELTASTORE_FUZZ_BYTES", "120000"))
 
 

@@ -68,22 +68,33 @@ def chunk_pairs(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
 
 
 def extract(old: np.ndarray, new: np.ndarray, changed: int) -> tuple[bytes, bytes, list[bytes]]:
-    gaps, gaps_buffer = guarded((changed + 32 + old.size // 255 + 1,), np.dtype(np.uint8))
-    differences, differences_buffer = guarded((changed + 32,), old.dtype)
+    positions, positions_buffer = guarded((room(old, changed),), np.dtype(np.int32))
+    differences, differences_buffer = guarded((room(old, changed),), old.dtype)
     kept, kept_buffer = guarded(old.shape, old.dtype)
-    found, length = kernels.extract_sparse(old, new, kept, changed, gaps, differences)
+    found = kernels.find_changes(old, new, kept, changed, positions, differences, False)
     assert found == changed
-    assert (kept == new).all()
-    assert_guards_hold(kept_buffer)
+    assert not changed or (kept == new).all()
+    listed, listed_buffer = guarded((old.size + 4,), np.dtype(np.int32))
+    assert kernels.list_changes(old, new, listed) == changed
+    assert (listed[:changed] == positions[:changed]).all()
+    gaps, gaps_buffer = guarded((changed + old.size // 255 + 1,), np.dtype(np.uint8))
+    length = kernels.write_gaps(frozen(positions[:changed]), gaps)
     signs, signs_buffer = guarded((changed,), np.dtype(np.uint8))
-    magnitudes, magnitudes_buffer = guarded((changed,), old.dtype)
-    kernels.split_signs(frozen(differences[:changed]), signs, magnitudes)
     planes, planes_buffer = guarded((old.itemsize, changed), np.dtype(np.uint8))
-    kernels.split_planes(frozen(magnitudes), planes)
-    for buffer in (gaps_buffer, differences_buffer, signs_buffer, magnitudes_buffer, planes_buffer):
+    kernels.split_differences(frozen(differences[:changed]), signs, planes)
+    joined, joined_buffer = guarded((changed,), old.dtype)
+    kernels.join_differences(signs, planes, joined)
+    assert (joined == differences[:changed]).all()
+    buffers = (positions_buffer, differences_buffer, kept_buffer, listed_buffer, gaps_buffer)
+    for buffer in (*buffers, signs_buffer, planes_buffer, joined_buffer):
         assert_guards_hold(buffer)
     packed = np.packbits(signs, bitorder="little").tobytes()
     return gaps[:length].tobytes(), packed, [plane.tobytes() for plane in planes]
+
+
+def room(old: np.ndarray, limit: int) -> int:
+    """Return how long the outputs of ``find_changes`` must be."""
+    return min(limit + kernels.BLOCK, old.size) + 4
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
@@ -97,15 +108,27 @@ def test_extraction_stops_once_more_elements_changed_than_the_limit(pair: tuple[
     width, old, new = pair
     before, after = read_only(old, width), read_only(new, width)
     changed = len(reference.changed_positions(old, new, width))
-    gaps, gaps_buffer = guarded((limit + 32 + before.size // 255 + 1,), np.dtype(np.uint8))
-    differences, differences_buffer = guarded((limit + 32,), before.dtype)
-    kept, kept_buffer = guarded(before.shape, before.dtype)
-    found, _ = kernels.extract_sparse(before, after, kept, limit, gaps, differences)
-    assert found == (changed if changed <= limit else -1)
-    assert (kept == after).all()
-    assert_guards_hold(kept_buffer)
-    assert_guards_hold(gaps_buffer)
-    assert_guards_hold(differences_buffer)
+    for hasty in (False, True):
+        positions, positions_buffer = guarded((room(before, limit),), np.dtype(np.int32))
+        differences, differences_buffer = guarded((room(before, limit),), before.dtype)
+        kept, kept_buffer = guarded(before.shape, before.dtype)
+        found = kernels.find_changes(before, after, kept, limit, positions, differences, hasty)
+        assert found == (changed if changed <= limit else -1) or (hasty and found == -1)
+        assert not changed or (kept == after).all()
+        for buffer in (kept_buffer, positions_buffer, differences_buffer):
+            assert_guards_hold(buffer)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("begin", [0, 1, 127, 128, 129, 5000])
+def test_a_hasty_search_gives_up_where_the_first_changes_are_many(width: int, begin: int) -> None:
+    old, new = np.zeros((2, 20_000), f"<u{width}")
+    new[begin : begin + 5000] = 1
+    outputs = np.empty(20_004, np.int32), np.empty(20_004, old.dtype)
+    for hasty, expected in ((True, -1), (False, 5000)):
+        kept = np.full_like(old, 7)
+        assert kernels.find_changes(frozen(old), frozen(new), kept, 10_000, *outputs, hasty) == expected
+        assert (kept == new).all()
 
 
 def expected_streams(width: int, old: bytes, new: bytes) -> tuple[bytes, bytes, list[bytes]]:
@@ -121,7 +144,11 @@ def apply(old: bytes, streams: tuple[bytes, bytes, list[bytes]], width: int, *, 
     out, buffer = guarded((len(old) // width,), np.dtype(f"<u{width}"))
     out[:] = read_only(old, width)
     table = np.array([list(plane) for plane in planes], np.uint8).reshape(width, len(planes[0]))
-    status = kernels.apply_sparse(out, read_only(gaps, 1), read_only(signs, 1), table, inverse)
+    flags = np.unpackbits(read_only(signs, 1), count=table.shape[1], bitorder="little")
+    differences, differences_buffer = guarded((table.shape[1],), out.dtype)
+    kernels.join_differences(flags, table, differences)
+    assert_guards_hold(differences_buffer)
+    status = kernels.apply_sparse(out, read_only(gaps, 1), frozen(differences), inverse)
     assert_guards_hold(buffer)
     return status, out.tobytes()
 
@@ -130,7 +157,7 @@ def apply(old: bytes, streams: tuple[bytes, bytes, list[bytes]], width: int, *, 
 def test_changes_are_counted_as_the_reference_counts_them(pair: tuple[int, bytes, bytes]) -> None:
     width, old, new = pair
     expected = len(reference.changed_positions(old, new, width))
-    assert kernels.count_changes(read_only(old, width), read_only(new, width)) == expected
+    assert kernels.count_many(read_only(old, width), read_only(new, width))[0] == expected
 
 
 @given(chunk_pairs())
@@ -139,7 +166,7 @@ def test_far_changes_are_those_beyond_an_eighth_of_the_value_range(pair: tuple[i
     eighth = (1 << (8 * width)) // 8
     pairs = zip(reference.values(old, width), reference.values(new, width), strict=True)
     expected = sum(abs(reference.signed_change(before, after, width)) > eighth for before, after in pairs)
-    assert kernels.count_far(read_only(old, width), read_only(new, width)) == expected
+    assert kernels.count_many(read_only(old, width), read_only(new, width))[1] == expected
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -152,7 +179,7 @@ def test_a_change_of_exactly_an_eighth_is_not_far_and_one_more_is(width: int) ->
         for change, expected in zip(changes, far, strict=True):
             old = reference.data_of([start], width)
             new = reference.data_of([(start + change) % modulus], width)
-            assert kernels.count_far(read_only(old, width), read_only(new, width)) == expected
+            assert kernels.count_many(read_only(old, width), read_only(new, width))[1] == expected
 
 
 @given(chunk_pairs())
@@ -195,7 +222,7 @@ def test_each_single_changed_element_is_found_at_its_own_place(width: int, size:
         numbers = reference.values(old, width)
         numbers[position] ^= 1 << (8 * width - 1)
         new = reference.data_of(numbers, width)
-        assert kernels.count_changes(read_only(old, width), read_only(new, width)) == 1
+        assert kernels.count_many(read_only(old, width), read_only(new, width))[0] == 1
         streams = extract(read_only(old, width), read_only(new, width), 1)
         assert streams[0] == bytes([position])
         assert apply(old, streams, width, inverse=False) == (0, new)
@@ -209,7 +236,8 @@ def test_a_change_in_any_single_bit_is_a_change(width: int) -> None:
             numbers = reference.values(old, width)
             numbers[position] ^= 1 << bit
             new = reference.data_of(numbers, width)
-            assert kernels.count_changes(read_only(old, width), read_only(new, width)) == 1
+            assert kernels.count_many(read_only(old, width), read_only(new, width))[0] == 1
+            assert extract(read_only(old, width), read_only(new, width), 1)[0] == bytes([position])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -237,10 +265,10 @@ def test_the_most_negative_change_has_the_largest_magnitude() -> None:
 def check_zigzag(width: int, old: bytes, new: bytes) -> None:
     pairs = zip(reference.values(old, width), reference.values(new, width), strict=True)
     expected = [reference.zigzag(reference.signed_change(before, after, width)) for before, after in pairs]
-    out, buffer = guarded((len(old) // width,), np.dtype(f"<u{width}"))
-    kernels.zigzag(read_only(old, width), read_only(new, width), out)
+    planes, buffer = guarded((width, len(old) // width), np.dtype(np.uint8))
+    kernels.zigzag_planes(read_only(old, width), read_only(new, width), planes)
     assert_guards_hold(buffer)
-    assert out.tolist() == expected
+    assert [plane.tobytes() for plane in planes] == reference.planes(expected, width)
     coded = read_only(reference.data_of(expected, width), width)
     for start, end, inverse in ((old, new, False), (new, old, True)):
         out, buffer = guarded((len(old) // width,), np.dtype(f"<u{width}"))
@@ -275,6 +303,33 @@ def test_planes_are_the_bytes_of_the_values_in_order_and_join_again(pair: tuple[
     kernels.join_planes(out, planes)
     assert_guards_hold(buffer)
     assert out.tobytes() == data
+
+
+@given(st.binary(max_size=300), st.sampled_from([0.0, 0.3, 0.9, 1.0]), st.integers(0, 2**32 - 1))
+def test_zeros_go_apart_and_come_back(data: bytes, share: float, seed: int) -> None:
+    raw = np.frombuffer(data, np.uint8) * (np.random.default_rng(seed).random(len(data)) >= share)
+    raw = frozen(raw.astype(np.uint8))
+    others = [byte for byte in raw.tolist() if byte]
+    assert kernels.count_zeros(raw) == len(data) - len(others)
+    values, values_buffer = guarded((len(others) + 1,), np.dtype(np.uint8))
+    kernels.list_nonzero(raw, values)
+    assert values[:-1].tolist() == others
+    flags = np.packbits(raw != 0, bitorder="little")
+    if flags.size:
+        flags[-1] |= 255 << (len(data) - 8 * (flags.size - 1)) & 255  # spare bits mean nothing
+    assert kernels.count_flags(frozen(flags), raw.size) == len(others)
+    out, out_buffer = guarded(raw.shape, np.dtype(np.uint8))
+    kernels.join_zeros(frozen(flags), values, out)
+    assert (out == raw).all()
+    assert_guards_hold(values_buffer)
+    assert_guards_hold(out_buffer)
+
+
+def test_the_sample_tells_random_bytes_from_others() -> None:
+    rng = np.random.default_rng(0)
+    assert kernels.sample_bits(frozen(rng.integers(0, 256, 1 << 16, np.uint8)), 4096) > 7.9
+    assert kernels.sample_bits(frozen(rng.integers(0, 16, 1 << 16, np.uint8)), 4096) == pytest.approx(4, abs=0.02)
+    assert kernels.sample_bits(frozen(np.zeros(5, np.uint8)), 4096) == 0
 
 
 @pytest.mark.parametrize("width", WIDTHS)

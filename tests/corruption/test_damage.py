@@ -198,14 +198,15 @@ def test_any_damage_of_a_parts_inside_is_refused_though_its_digest_fits(seed, st
     # In the tables or in the payload: headers have tests of their own.
     position = draw.randrange(header.size, len(data))
     data[position] ^= 1 << draw.randrange(8)
-    part = two.model.parts[number].key
+    # A wrong new digest shows where the next version does not continue from it: nobody can tell which is to blame.
+    blamed = [two.model.parts[number].key, *(part.key for part in open_store(store).manifest(3).model.parts)]
     put_part(store, two, number, bytes(data))
     for attempt in (lambda: once(store, live), lambda: open_store(store).restore(3, tmp_path / "restored")):
         try:
             attempt()
         except DeltastoreError as error:
             assert isinstance(error, CorruptObject), error
-            assert part in f"{error} {error.key}"
+            assert any(part in f"{error} {error.key}" for part in blamed)
             training.assert_holds(live, SNAPSHOTS[1])
         else:
             # A count that says nothing about bytes, or a bit of padding: then the bytes are right all the same.
@@ -331,9 +332,10 @@ def test_the_hint_may_be_of_any_version(version, store, live):
 
 def test_a_damaged_live_slot_is_named_and_never_patched_further(store, live):
     checkpoint = open_checkpoint(live)
-    file, start, _ = checkpoint._places["b.weight"]
+    file, start = checkpoint.places.tensor(checkpoint.schema.position("b.weight"))
+    path = live / checkpoint.layout.files[file].name
     del checkpoint
-    with (live / file).open("r+b") as stream:
+    with path.open("r+b") as stream:
         stream.seek(start + 5)
         stream.write(bytes([stream.read(1)[0] ^ 2]))
     before = training.tree(live)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import training
 
+import deltastore.attempt
 from deltastore import Writer, open_store
 from deltastore.errors import DeltastoreError, DiskFull, StorageError
 from deltastore.fsck import check
@@ -234,7 +235,8 @@ def test_a_store_on_a_full_disk(small_disk, tmp_path):
     assert check(LocalBackend(disk / "store"), read_data=True).ok
 
 
-def test_a_spool_on_a_full_disk(small_disk, tmp_path):
+def test_a_spool_on_a_full_disk(small_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr(deltastore.attempt, "_MEMORY_BYTES", 1 << 20)
     disk, _ = small_disk
     base = training.save(tmp_path / "base", noise(0))
     with Writer(tmp_path / "store", base=base, spool=disk) as writer:

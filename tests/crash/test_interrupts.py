@@ -170,6 +170,8 @@ def test_interrupts_at_random_instants(big, commands, tmp_path, held, rounds, sc
             if not interrupted(command.end(20)):
                 break
             assert leftovers(scratch) == []
+            if target is None and (store / "manifests" / "0000000000.json").exists():
+                break  # committed before the interrupt was seen
             assert leftovers(tmp_path / "out") in ([], ["restored"])
             assert target is None or not target.exists() or held(target) == big.ids[2]
         else:

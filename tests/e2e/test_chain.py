@@ -207,8 +207,8 @@ def test_one_flipped_byte_is_refused_by_name_and_left_alone(chain, tmp_path, com
     live = save(tmp_path / "live", chain.snapshots[0], shards=chain.shards)
     name = "model.layers.0.mlp.down_proj.weight"
     checkpoint = open_checkpoint(live)
-    file, start, _ = checkpoint._places[name]
-    with (live / file).open("r+b") as stream:
+    file, start = checkpoint.places.tensor(checkpoint.schema.position(name))
+    with (live / checkpoint.layout.files[file].name).open("r+b") as stream:
         stream.seek(start + 77_777)
         byte = stream.read(1)[0]
         stream.seek(start + 77_777)

@@ -10,14 +10,17 @@ import threading
 from contextlib import contextmanager
 
 import httpx
+import msgspec
 import pytest
 import training
 
 import receiver.daemon
-from deltastore import Writer
+from deltastore import Writer, open_store
+from deltastore.digest import hasher
 from deltastore.errors import (
     CorruptObject,
     EngineError,
+    SignatureMismatch,
     SlotError,
     StorageError,
     StoreNotFound,
@@ -25,6 +28,8 @@ from deltastore.errors import (
     UsageError,
     VersionNotFound,
 )
+from deltastore.manifest import encode_manifest, manifest_key
+from deltastore.signing import Signer, generate_key
 from receiver.daemon import Options, Receiver
 from receiver.engines.base import EngineInfo
 from receiver.status import Status, StatusServer
@@ -301,6 +306,42 @@ def test_a_store_rolled_back_to_an_older_backup_is_refused(run, engine):
         run.receiver().once()
     training.assert_holds(run.live, training.small_snapshot(3))
     assert engine.served == ["3"]
+
+
+def test_a_version_that_nobody_trusted_signed_is_not_taken(run, engine):
+    run.url = run.root / "signed"
+    public = generate_key(run.root / "key")
+    with Writer(run.url, base=run.base, sign_key=run.root / "key", hash_name="blake3") as writer:
+        writer.publish(run.snapshots[1]).result()
+        with run.running(trusted_keys=(public,)) as made:
+            ready_at(made, 1)
+            writer.publish(run.snapshots[0]).result()
+            ready_at(made, 2)
+            good = open_store(run.url).manifest(2)
+            forged = msgspec.structs.replace(
+                good,
+                version=3,
+                parent_version=2,
+                commit_id="f" * 32,
+                parent_commit_id=good.commit_id,
+                parent_snapshot_id=good.snapshot_id,
+                components={"model": msgspec.structs.replace(good.model, parts=(), changed_elements=0)},
+            )
+            generate_key(run.root / "forger")
+            signers = [Signer.load(run.root / name) for name in ("forger", "key")]
+            by_forger, by_owner = (
+                encode_manifest(forged, hash_function=hasher("blake3"), signer=one) for one in signers
+            )
+            path = run.url / manifest_key(3)
+            path.write_bytes(by_forger)
+            training.until(lambda: made.status.error is not None)
+            assert isinstance(made.status.error, SignatureMismatch)
+            assert (made.status.serving, made.failure) == (2, [])
+            path.write_bytes(by_owner)
+            ready_at(made, 3)
+    with pytest.raises(SignatureMismatch):
+        run.receiver(trusted_keys=("0" * 64,)).once()
+    training.assert_holds(run.live, run.snapshots[0])
 
 
 def test_a_second_receiver_is_refused_and_told_who_is_first(run, engine):

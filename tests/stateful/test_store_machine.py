@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import deltastore.compact
 import deltastore.writer
 from deltastore import Writer, open_store
+from deltastore.compact import anchor, compact
 from deltastore.errors import (
     CommitInDoubt,
     DeltastoreError,
@@ -25,6 +27,7 @@ from deltastore.errors import (
     WriterFenced,
 )
 from deltastore.fsck import check
+from deltastore.reader import store_at
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import Effect, Fault, FaultyBackend
 
@@ -235,6 +238,25 @@ class StoreMachine(RuleBasedStateMachine):
         open_store(self.store).restore(version, target, base=base, workers=1)
         training.assert_holds(target, self.history[version], others=False)
         shutil.rmtree(target)
+
+    @precondition(lambda self: len(self.history) > 2)
+    @rule(
+        operation=st.sampled_from([None, "write", "create", "read"]),
+        effect=st.sampled_from([Effect.BEFORE, Effect.AFTER]),
+        anchored=st.booleans(),
+    )
+    def compact(self, operation, effect, anchored):
+        """Make skips over two and four versions, or an anchor of the newest; the store may fail once on the way."""
+        backend = FaultyBackend(LocalBackend(self.store))
+        opened = store_at(backend)
+        if operation is not None:
+            backend.add(Fault(operation=operation, effect=effect, key_prefix="routes/"))
+        with pytest.MonkeyPatch.context() as patch, suppress(StorageError):
+            patch.setattr(deltastore.compact, "SPANS", (2, 4))
+            if anchored:
+                anchor(opened, len(self.history) - 1, workers=1)
+            else:
+                compact(opened, workers=1)
 
     @invariant()
     def history_is_contiguous_and_never_changes(self):

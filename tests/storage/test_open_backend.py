@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from deltastore.errors import UsageError
@@ -61,6 +64,42 @@ def test_refused(url):
         open_backend(url)
     assert caught.value.hint
     assert "SECRET" not in str(caught.value) + caught.value.hint
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "s3a://bucket/run"])
+def test_the_client_of_s3_is_chosen_by_an_option(url):
+    for client in ("s3fs", "obstore"):
+        assert client_of(open_backend(url, storage_options={"client": client})) == client
+    assert client_of(open_backend(url)) == "s3fs"
+
+
+def client_of(backend):
+    return {"FsspecBackend": "s3fs", "ObstoreBackend": "obstore"}[type(backend._inner).__name__]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "memory://m/run", "gs://bucket/run"])
+def test_no_such_client(url):
+    with pytest.raises(UsageError, match="client") as caught:
+        open_backend(url, storage_options={"client": "obstore" if "s3" not in url else "curl"})
+    assert "client=obstore" in caught.value.hint
+
+
+def test_obstore_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UsageError) as caught:
+        open_backend("s3://bucket/run", storage_options={"client": "obstore"})
+    assert "pip install" in caught.value.hint
+
+
+def test_one_client_does_not_import_the_other():
+    code = (
+        "import sys; from deltastore.storage import open_backend;"
+        "open_backend('s3://bucket/run', storage_options={'client': sys.argv[1], 'key': 'a', 'secret': 'b'});"
+        "print(*sorted({'obstore', 's3fs', 'botocore'} & set(sys.modules)))"
+    )
+    for client, imported in (("obstore", "obstore"), ("s3fs", "botocore s3fs")):
+        ran = subprocess.run([sys.executable, "-c", code, client], capture_output=True, text=True, check=True)
+        assert ran.stdout.strip() == imported
 
 
 def test_what_is_known_is_named():

@@ -12,6 +12,8 @@ from deltastore.testing.storage_contract import StorageContract
 
 
 class TestRetryingBackend(StorageContract):
+    race_rounds = 10
+
     @pytest.fixture
     def open_another(self, tmp_path):
         return lambda: RetryingBackend(LocalBackend(tmp_path))
@@ -36,6 +38,7 @@ def retrying(faulty, pauses):
 
 CALLS = {
     "read": lambda backend: backend.read("a", limit=9),
+    "read_range": lambda backend: backend.read_range("a", 0, 1),
     "write": lambda backend: backend.write("a", b"x"),
     "list": lambda backend: [*backend.list("")],
     "delete": lambda backend: backend.delete("a"),
@@ -43,7 +46,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("operation", ["read", "write", "list", "delete"])
+@pytest.mark.parametrize("operation", ["read", "read_range", "write", "list", "delete"])
 @pytest.mark.parametrize("effect", [Effect.BEFORE, Effect.AFTER])
 def test_repeats(faulty, retrying, pauses, operation, effect):
     faulty.add(*[Fault(operation=operation, effect=effect)] * 5)
@@ -78,11 +81,12 @@ def test_passes_lasting_errors_through(faulty, retrying, operation):
     assert len(faulty.calls) == 1
 
 
-def test_gives_up_at_the_deadline_with_the_last_error(faulty):
-    faulty.add(*[Fault(operation="read")] * 100)
+@pytest.mark.parametrize("operation", [name for name in CALLS if name != "create"])
+def test_gives_up_at_the_deadline_with_the_last_error(faulty, operation):
+    faulty.add(*[Fault(operation=operation)] * 100)
     retrying = RetryingBackend(faulty, deadline=0.05, first_pause=0.005, longest_pause=0.01)
     with pytest.raises(StorageError, match="connection was lost"):
-        retrying.read("a", limit=1)
+        CALLS[operation](retrying)
     assert 1 < len(faulty.calls) < 100
 
 

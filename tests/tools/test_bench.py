@@ -24,6 +24,7 @@ SECTIONS = {
             *("case", "threads", "bytes", "changed", "yardstick_seconds", "seconds", "gbps", "ratio", "stored_ratio"),
             *("encode", "upload", "commit", "advance"),
         },
+        "overlap": {"case", "link_mbps", "parts", "upload_seconds", "encode_seconds", "seconds", "ratio"},
     },
     "patch": {
         "limits": {"limit", "gbps"},
@@ -33,6 +34,8 @@ SECTIONS = {
     "memory": {"memory": {"case", "bytes", "writer_peak", "writer_extra", "receiver_peak"}},
     "scale": {"scale": {"bytes", "tensors", "publish_seconds", "publish_gbps", "patch_seconds", "patch_gbps"}},
     "tiny": {"tiny": {"tensors", "bytes", "publish_seconds", "publish_us", "patch_seconds", "patch_us"}},
+    "routes": {"routes": {"way", "steps", "stored_bytes", "share", "objects", "plan_seconds", "build_seconds"}},
+    "storage": {"storage": {"client", "call", "object_bytes", "bytes", "gbps", "cpu_seconds_per_gb"}},
     "gpu": {},
 }
 EXTRA = {"codec": ("--mib", "1", "--case", "f32"), "scale": ("--sizes", "1"), "memory": ("--sizes", "1")}

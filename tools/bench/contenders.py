@@ -1,8 +1,9 @@
 """The two codecs side by side, in one process and on the same bytes: this project's, and the yardstick.
 
-Encoding starts from arrays in memory and ends with all that is stored, digests included. Applying goes from or into a
-file in the page cache: ours reads the old bytes from one file, checks the new digest, and writes to another file; the
-yardstick changes a mapped file in place, and checks afterwards.
+Encoding starts from arrays in memory and ends with all that is stored, digests included; ours also leaves the old
+bytes the new ones, as a writer's shadow needs them next, and goes from one snapshot to the other and back in turn.
+Applying goes from or into a file in the page cache: ours reads the old bytes from one file, checks the new digest, and
+writes to another file; the yardstick changes a mapped file in place, and checks afterwards.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deltastore.checkpoint import open_checkpoint
-from deltastore.codec.chunk import ChunkEncoder
+from deltastore.codec import Encoding
+from deltastore.codec.taking import TakingEncoder
 from deltastore.digest import hasher
 from deltastore.interop.xor import XorDecoder, XorDelta, XorEncoder, checksum
 from deltastore.manifest import MODEL
 from deltastore.materialize import write_all
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.patch import Patch
-from deltastore.snapshot import CHUNK_BYTES, snapshot_id
+from deltastore.shadow import shared_memory
+from deltastore.snapshot import snapshot_id
 
 from .pairs import write_checkpoint
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from deltastore.snapshot import Digests, Schema, TensorSpec
+    from deltastore.snapshot import ChunkSpan, Digests, Schema, TensorSpec
 
     from .crew import Crew
     from .pairs import Pair
@@ -73,7 +76,13 @@ class Ours:
         self._local = threading.local()
         self._rows: list[ChunkRow] = []
         self.stored_bytes = 0
-        self._before = self._digests(pair.old)
+        memory, starts = shared_memory(np.array([data.size for data in pair.old.values()]))
+        self._shadow = {}
+        for start, (name, data) in zip(starts.tolist(), pair.old.items(), strict=True):
+            self._shadow[name] = memory[start : start + data.size]
+            np.copyto(self._shadow[name], data)
+        self._ways = [(pair.new, self._digests(pair.old)), (pair.old, self._digests(pair.new))]
+        self._before = self._ways[0][1]
 
     def _digests(self, content: Any) -> Digests:
         table = np.zeros((self.pair.schema.chunks, self._hash.size), np.uint8)
@@ -85,26 +94,32 @@ class Ours:
         return table
 
     def encode(self) -> None:
-        """Encode the whole pair."""
+        """Encode the whole pair, one way or the other."""
         results = self._crew.map(self._encode_run, _runs(self.pair.schema))
-        self._rows = [row for rows in results for row in rows]
-        self.stored_bytes = sum(len(row.encoded.payload) for row in self._rows)
+        rows = [row for rows in results for row in rows]
+        if self._ways[0][0] is self.pair.new:
+            self._rows = rows
+            self.stored_bytes = sum(len(row.encoded.payload) for row in rows)
+        self._ways.reverse()
 
     def _encode_run(self, run: tuple[TensorSpec, int, int]) -> list[ChunkRow]:
         local = self._local
         if not hasattr(local, "encoder"):
-            local.encoder = ChunkEncoder(self._level)
+            local.encoder = TakingEncoder(self._level)
         spec, first, end = run
-        old_tensor, new_tensor = self.pair.old[spec.name], self.pair.new[spec.name]
+        given, digests = self._ways[0]
+        old_tensor, new_tensor = self._shadow[spec.name], given[spec.name]
         position = self.pair.schema.position(spec.name)
         number = self.pair.schema.chunk_number(spec.name, 0)
         rows = []
         for chunk in range(first, end):
             start, stop = spec.chunk_range(chunk)
-            encoded = local.encoder.change(old_tensor[start:stop], new_tensor[start:stop], width=spec.width)
+            encoded = local.encoder.take(old_tensor[start:stop], new_tensor[start:stop], width=spec.width)
             if encoded is not None:
-                before = self._before[number + chunk].tobytes()
+                before = digests[number + chunk].tobytes()
                 rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(local.encoder.kept)))
+                if encoded.encoding == Encoding.FULL:  # a writer's shadow follows these after the commit
+                    np.copyto(old_tensor[start:stop], local.encoder.kept)
         return rows
 
     def prepare(self) -> None:
@@ -117,20 +132,16 @@ class Ours:
     def apply(self, files: Files) -> None:
         """Build the new bytes in ``files.target`` from the old ones in ``files.source``."""
         source, target = open_checkpoint(files.source), open_checkpoint(files.target)
-        places: dict[str, tuple[int, int]] = {}
-        descriptors = []
-        for file in target.layout.files:
-            descriptors.append(os.open(files.target / file.name, os.O_WRONLY))
-            places |= {placed.spec.name: (descriptors[-1], placed.start) for placed in file.header.tensors}
+        descriptors = [os.open(files.target / file.name, os.O_WRONLY) for file in target.layout.files]
 
-        def write(spec: TensorSpec, chunk: int, data: Bytes) -> None:
-            descriptor, start = places[spec.name]
-            write_all(descriptor, data, start + chunk * CHUNK_BYTES)
+        def write(span: ChunkSpan, data: Bytes) -> None:
+            for file, offset, start, stop in target.places.stretches(span):
+                write_all(descriptors[file], data[start:stop], offset)
 
         patch = Patch(self.pair.schema, self._hash, before=self._before)
         patch.add_delta([self._part])
         patch.seal(self._after)
-        patch.run(source.chunk, write, everything=True, workers=self._crew.threads)
+        patch.run(source.read, write, everything=True, workers=self._crew.threads)
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -7,6 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from deltastore.reader import store_at
+from deltastore.replay import Fetch
+from deltastore.spool import Spool
 from deltastore.storage import open_backend
 from receiver.patcher import Patcher
 from receiver.slots import Slots
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from deltastore.plan import Plan
     from deltastore.reader import Store
     from deltastore.storage import Backend, Buffer, ObjectInfo
     from receiver.patcher import Patched
@@ -23,11 +26,11 @@ __all__ = ["Follower", "SlowBackend"]
 
 
 class SlowBackend:
-    """A backend behind a link that carries ``bytes_per_second``, shared by all who read at a time."""
+    """A backend behind a link that carries ``bytes_per_second``, shared by all who read at a time; ``None``: any."""
 
-    def __init__(self, inner: Backend, bytes_per_second: float) -> None:
+    def __init__(self, inner: Backend) -> None:
         self._inner = inner
-        self._rate = bytes_per_second
+        self.bytes_per_second: float | None = None
         self._lock = threading.Lock()
         self._free_at = 0.0
 
@@ -39,10 +42,16 @@ class SlowBackend:
     def read(self, key: str, *, limit: int) -> bytes:
         """Read an object; returns when its last byte would have come over the link."""
         data = self._inner.read(key, limit=limit)
+        if self.bytes_per_second is None:
+            return data
         with self._lock:
-            arrival = self._free_at = max(time.monotonic(), self._free_at) + len(data) / self._rate
+            arrival = self._free_at = max(time.monotonic(), self._free_at) + len(data) / self.bytes_per_second
         time.sleep(max(0.0, arrival - time.monotonic()))
         return data
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Read a range at once: nothing that is measured here reads one."""
+        return self._inner.read_range(key, start, end)
 
     def write(self, key: str, data: Buffer) -> None:
         """Write at once: only reading is slow."""
@@ -64,9 +73,9 @@ class SlowBackend:
 class Follower:
     """A receiver's patcher that goes one version on at every call."""
 
-    def __init__(self, home: Path, *, threads: int, bytes_per_second: float | None = None) -> None:
-        backend = open_backend(str(home / "store"))
-        self.store: Store = store_at(SlowBackend(backend, bytes_per_second) if bytes_per_second else backend)
+    def __init__(self, home: Path, *, threads: int) -> None:
+        self.link = SlowBackend(open_backend(str(home / "store")))
+        self.store: Store = store_at(self.link)
         self._slots = Slots(home / "checkpoint")
         self._slots.lock()
         self._patcher = Patcher(self.store, self._slots, workers=threads)
@@ -74,6 +83,20 @@ class Follower:
         assert live is not None
         self.version = live.record.version
         self.last: Patched | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The way to the next version."""
+        return self.store.plan(self.version, self.version + 1)
+
+    def fetch(self) -> None:
+        """Fetch the next version's parts to where ``advance`` looks for them."""
+        with Fetch(self.store, self.plan, Spool(self._slots.parts)) as fetch:
+            fetch.downloaded()
+
+    def forget(self) -> None:
+        """Remove what ``fetch`` brought."""
+        Spool(self._slots.parts).clear()
 
     def advance(self) -> None:
         """Fetch and apply the next version, durably, and make it live."""

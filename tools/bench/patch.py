@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
-
-from deltastore.spool import TemporarySpool
 
 from .alternation import publish_chain
 from .follower import Follower
@@ -16,7 +14,7 @@ from .limits import limits, limits_section
 from .pairs import repeated, write_checkpoint
 from .report import Column, Report, Section, Target, percent, rate, ratio, size, text, times
 from .synthetic import make_pair
-from .timing import gigabytes, medians
+from .timing import gigabytes, medians, seconds
 from .yardstick import YardstickReceiver, YardstickWriter
 
 if TYPE_CHECKING:
@@ -50,7 +48,6 @@ _OVERLAP = (
     Column("of the slower", "ratio", ratio),
 )
 _TILE = 256 << 20
-_FETCHERS = 4
 #: How long the link takes for a delta, in times of patching alone.
 _LINKS = {"fetch-bound": 2.0, "patch-bound": 0.5}
 
@@ -122,36 +119,41 @@ def _overlap(settings: Settings) -> list[Row]:
     home = Path(tempfile.mkdtemp(dir=settings.directory))
     rounds = settings.rounds
     try:
-        publish_chain(home, pair, (1 + len(_LINKS)) * (rounds + 1))
-        threads = settings.threads[-1]
-        follower = Follower(home, threads=threads)
-        alone = medians({"patch": follower.advance}, rounds=rounds)["patch"]
+        publish_chain(home, pair, 2 + len(_LINKS) * 2 * rounds)
+        follower = Follower(home, threads=settings.threads[-1])
+        for _ in range(2):
+            alone = _patch_alone(follower)
+        rows = [_linked(follower, name, alone * share, rounds) for name, share in _LINKS.items()]
         follower.close()
-        return [_linked(home, name, share, alone, threads, rounds) for name, share in _LINKS.items()]
     finally:
         shutil.rmtree(home)
+    return rows
 
 
-def _linked(home: Path, name: str, share: float, alone: float, threads: int, rounds: int) -> Row:
-    stored = Follower(home, threads=threads)
-    plan = stored.store.plan(stored.version, stored.version + 1)
-    stored.close()
-    follower = Follower(home, threads=threads, bytes_per_second=plan.stored_bytes / (alone * share))
+def _patch_alone(follower: Follower) -> float:
+    follower.link.bytes_per_second = None
+    follower.fetch()
+    return seconds(follower.advance)
 
-    def fetch() -> None:
-        parts = [part for step in plan.steps for part in step.parts]
-        with TemporarySpool(home) as spool, ThreadPoolExecutor(_FETCHERS) as pool:
-            list(pool.map(lambda part: spool.fetch(follower.store.backend, part), parts))
 
-    found = medians({"fetch": fetch, "together": follower.advance}, rounds=rounds)
-    follower.close()
+def _linked(follower: Follower, name: str, carried_in: float, rounds: int) -> Row:
+    """Take turns: fetch a version's parts only, patch with parts that are here, then both; each on a new version."""
+    plan = follower.plan
+    taken: dict[str, list[float]] = {"fetch": [], "patch": [], "both": []}
+    for _ in range(rounds):
+        taken["patch"].append(_patch_alone(follower))
+        follower.link.bytes_per_second = plan.stored_bytes / carried_in
+        taken["fetch"].append(seconds(follower.fetch))
+        follower.forget()
+        taken["both"].append(seconds(follower.advance))
+    fetch, patch, both = (median(taken[stage]) for stage in ("fetch", "patch", "both"))
     return {
         "case": name,
-        "link_mbps": plan.stored_bytes / (alone * share) / 1e6,
+        "link_mbps": plan.stored_bytes / carried_in / 1e6,
         "parts": sum(len(step.parts) for step in plan.steps),
         "stored_bytes": plan.stored_bytes,
-        "fetch_seconds": found["fetch"],
-        "patch_seconds": alone,
-        "seconds": found["together"],
-        "ratio": found["together"] / max(found["fetch"], alone),
+        "fetch_seconds": fetch,
+        "patch_seconds": patch,
+        "seconds": both,
+        "ratio": both / max(fetch, patch),
     }

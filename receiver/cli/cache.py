@@ -1,0 +1,69 @@
+"""`receiver cache`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+
+import click
+
+from deltastore.cli.app import cache_size_option, debug_option, storage_options
+from deltastore.errors import DeltastoreError, StorageError
+
+__all__ = ["command"]
+
+_INTERRUPTED = 130
+
+
+@click.command("cache")
+@click.option("--store", required=True, metavar="URL", help="The store whose parts are served.")
+@click.option("--cache", required=True, metavar="DIR", type=Path, help="The directory that keeps them.")
+@cache_size_option
+@click.option(
+    "--listen", default="127.0.0.1:9320", show_default=True, metavar="HOST:PORT", help="Where receivers reach it."
+)
+@storage_options
+@debug_option
+def command(store: str, cache: Path, cache_bytes: int | None, listen: str, storage_options: dict[str, str]) -> int:
+    """Serve a store's parts to a site until SIGTERM, each fetched once: receivers say `--cache http://HOST:PORT`."""
+    from deltastore.reader import store_at  # noqa: PLC0415 - heavy, and --help does without
+    from deltastore.storage import close_backend, open_backend  # noqa: PLC0415
+    from deltastore.storage.cache import DEFAULT_CACHE_BYTES  # noqa: PLC0415
+    from deltastore.storage.cache_client import TOKEN_NAME  # noqa: PLC0415
+    from deltastore.storage.cache_directory import CacheDirectory  # noqa: PLC0415
+    from receiver.cache_server import CacheServer  # noqa: PLC0415
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.getLogger("receiver")
+    stopping = threading.Event()
+    seen: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        seen.append(number)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+    def sleep(seconds: float) -> None:
+        if stopping.wait(seconds):
+            raise StorageError("The cache server was told to stop.", transient=False)
+
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    backend = open_backend(store, storage_options=storage_options, sleep=sleep)
+    directory = CacheDirectory(cache, max_bytes=cache_bytes or DEFAULT_CACHE_BYTES, sleep=sleep)
+    with CacheServer(backend, directory, listen, token=os.environ.get(TOKEN_NAME)) as server:
+        log.info("Listening on %s.", server.url)
+        try:
+            store_at(backend)
+        except DeltastoreError as error:
+            # Receivers do without a cache that has nothing; the store may come, or come back.
+            log.warning("%s It is served as soon as it is there.", error)
+        stopping.wait()
+    close_backend(backend)
+    return _INTERRUPTED if signal.SIGINT in seen else 0

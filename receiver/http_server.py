@@ -1,0 +1,99 @@
+"""What the package's HTTP servers share: an address, a token, and a thread that serves."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import threading
+from typing import TYPE_CHECKING, Final
+
+from deltastore.errors import UsageError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from typing_extensions import Self
+
+__all__ = ["HttpServer"]
+
+_BACKLOG: Final = 1024
+# A client that takes nothing for so long is cut off.
+_STALLED_MILLISECONDS: Final = 120_000
+
+
+class HttpServer:
+    """Serves an application of a subclass while its block lasts. ``listen`` is HOST:PORT; port 0 takes a free one.
+
+    Loopback is open; any other address needs a ``token``, which clients send as ``Authorization: Bearer``. With
+    ``most_connections`` open, others are answered 503. Raises ``UsageError``.
+    """
+
+    def __init__(
+        self, listen: str, *, token: str | None, token_name: str, name: str, most_connections: int | None = None
+    ) -> None:
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdigit():
+            raise UsageError(f"{listen!r} is no address.", hint="Give HOST:PORT, such as 127.0.0.1:9310.")
+        if host not in ("127.0.0.1", "::1", "localhost") and not token:
+            raise UsageError(f"Listening on {host} needs a token.", hint=f"Set {token_name}, or listen on 127.0.0.1.")
+        self._token = token
+        self._name = name
+        self._most_connections = most_connections
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # asyncio leaves Nagle's delay on for a listener that it did not make itself.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STALLED_MILLISECONDS)
+        try:
+            self._socket.bind((host, int(port)))
+            self._socket.listen(_BACKLOG)
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise UsageError(f"{listen} is not free: {error}.", hint="Give another address with --listen.") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        import uvicorn  # noqa: PLC0415 - only a daemon serves
+
+        config = uvicorn.Config(
+            self._guarded(self._app()),
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+            limit_concurrency=self._most_connections,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name=self._name, daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=5)
+        self._socket.close()
+
+    def _app(self) -> ASGIApp:
+        """Return what is served."""
+        raise NotImplementedError
+
+    def _guarded(self, app: ASGIApp) -> ASGIApp:
+        from starlette.responses import PlainTextResponse  # noqa: PLC0415 - only a daemon serves
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if self._allows(scope):
+                await app(scope, receive, send)
+            else:
+                await PlainTextResponse("A token is needed.\n", status_code=401)(scope, receive, send)
+
+        return guarded
+
+    def _allows(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return self._token is None or hmac.compare_digest(given, f"Bearer {self._token}".encode())

