@@ -1,4 +1,8 @@
-"""Writers that fail in every way, readers at random versions: one history, each version its own bytes, for ever."""
+"""Everything that may happen to a store, in any order, against a dictionary of snapshots.
+
+Two writers that fail in every way, are killed and come back; makers of routes; taggers, makers of records, collectors;
+damage; a receiver that goes to and fro. One history, each version its own bytes, or forgotten, for ever.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,23 @@ from deltastore.errors import (
     PublishError,
     StorageError,
     VersionConflict,
+    VersionForgotten,
     WriterFenced,
 )
 from deltastore.fsck import check
+from deltastore.gc import collect, forget
+from deltastore.policy import Policy
 from deltastore.reader import store_at
 from deltastore.storage.local import LocalBackend
+from deltastore.tags import delete_tag, read_tags, set_tag
 from deltastore.testing import Effect, Fault, FaultyBackend
+from receiver.patcher import Patcher
+from receiver.slots import Slots
 
 NAMES = ("one", "two")
+TAGS = ("best", "held")
+#: What damage does no harm to, whoever reads it: hints.
+HINTS = ("LATEST", "begun.json")
 
 
 class Trainer:
@@ -48,13 +61,15 @@ class Trainer:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The model is a list of snapshots; everything else is asked of the store."""
+    """The model: the snapshots by version, those that the records forgot, the tags; else the store is asked."""
 
     def __init__(self):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="machine-"))
         self.store = self.root / "store"
         self.history = []
+        self.forgotten = set()
+        self.tags = {}
         self.manifests = {}
         self.trainers = {}
         self.seed = 0
@@ -233,11 +248,128 @@ class StoreMachine(RuleBasedStateMachine):
         if based:
             held = data.draw(st.integers(0, len(self.history) - 1))
             base = training.save(self.root / f"held{self.restored}", self.history[held], others=False)
+        self.assert_restores(version, base=base)
+
+    def may_be_asked_for(self, version):
+        return version not in self.forgotten or version in self.tags.values()
+
+    def assert_restores(self, version, *, base=None):
+        """A version is restored bit for bit, or is forgotten."""
         self.restored += 1
         target = self.root / f"restored{self.restored}"
+        if not self.may_be_asked_for(version):
+            with pytest.raises(VersionForgotten):
+                open_store(self.store).restore(version, target, base=base, workers=1)
+            return
         open_store(self.store).restore(version, target, base=base, workers=1)
         training.assert_holds(target, self.history[version], others=False)
         shutil.rmtree(target)
+
+    @precondition(lambda self: self.history)
+    @rule(data=st.data())
+    def receive(self, data):
+        """Take the receiver's checkpoint to any version, forwards or backwards, with a receiver that just started."""
+        version = data.draw(st.integers(0, len(self.history) - 1))
+        opened, slots = open_store(self.store), Slots(self.root / "live")
+        slots.lock()
+        try:
+            patcher = Patcher(opened, slots, workers=1)
+            live = patcher.adopt()
+            before = None if live is None else live.record.version
+            if before == version:
+                return
+            try:
+                patcher.move_to(opened.manifest(version))
+            except VersionForgotten:
+                assert not self.may_be_asked_for(version)
+                version = before
+        finally:
+            slots.unlock()
+        if version is not None:
+            training.assert_holds(self.root / "live", self.history[version], others=False)
+
+    @precondition(lambda self: self.history)
+    @rule(name=st.sampled_from(TAGS), data=st.data())
+    def tag(self, name, data):
+        version = data.draw(st.integers(0, len(self.history) - 1))
+        if version in self.forgotten:
+            with pytest.raises(VersionForgotten):
+                set_tag(open_store(self.store), name, version)
+        else:
+            set_tag(open_store(self.store), name, version)
+            self.tags[name] = version
+
+    @precondition(lambda self: self.tags)
+    @rule(data=st.data())
+    def untag(self, data):
+        name = data.draw(st.sampled_from(sorted(self.tags)))
+        delete_tag(open_store(self.store), name)
+        del self.tags[name]
+
+    @precondition(lambda self: len(self.history) > 2)
+    @rule(
+        keep_last=st.integers(1, 4),
+        keep_every=st.sampled_from([None, 2]),
+        keep_tagged=st.booleans(),
+        anchoring=st.booleans(),
+    )
+    def forget(self, keep_last, keep_every, keep_tagged, anchoring):
+        opened = open_store(self.store)
+        policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_tagged=keep_tagged)
+        forget(opened, policy, make_anchor=(lambda version: anchor(opened, version, workers=1)) if anchoring else None)
+        wanted = policy.wanted(len(self.history) - 1, tagged=set(self.tags.values()), advised=set())
+        self.forgotten |= set(range(len(self.history))) - wanted
+
+    @precondition(lambda self: self.history)
+    @rule(grace=st.sampled_from([0.0, 3600.0]), broken_off=st.sampled_from([None, None, 0, 2]))
+    def gc(self, grace, broken_off):
+        """Collect, or be broken off before one of the deletions."""
+        backend = FaultyBackend(LocalBackend(self.store))
+        if broken_off is not None:
+            backend.add(*(Fault(operation="delete", effect=Effect.NONE) for _ in range(broken_off)))
+            backend.add(*(Fault(operation="delete") for _ in range(20)))
+        with suppress(StorageError):
+            collect(store_at(backend), grace=grace)
+
+    @precondition(lambda self: len(self.history) > 1)
+    @rule(data=st.data(), how=st.sampled_from(["flip", "cut", "remove"]))
+    def damage(self, data, how):
+        """Damage one object for a moment: a check finds it, and whoever reads meets right bytes or an error."""
+        harmless = {doomed.key for doomed in collect(open_store(self.store), dry_run=True, grace=0).objects}
+        paths = sorted(path for path in self.store.rglob("*") if path.is_file() and not path.name.startswith("."))
+        path = data.draw(st.sampled_from(paths))
+        version = data.draw(st.integers(0, len(self.history) - 1))
+        key, content = path.relative_to(self.store).as_posix(), path.read_bytes()
+        place = data.draw(st.integers(0, len(content) - 1))
+        if how == "remove":
+            path.unlink()
+        else:
+            path.write_bytes(content[:place] + (bytes([content[place] ^ 4]) + content[place + 1 :]) * (how == "flip"))
+        try:
+            self.assert_damage(key, version, harmless=harmless, removed=how == "remove")
+        finally:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def assert_damage(self, key, version, *, harmless, removed):
+        """An object is damaged: a version is restored all the same, or an error of ours says that it cannot be."""
+        spare = key.startswith("routes/") and not self.forgotten
+        hint = key in HINTS or key.endswith(HINTS)
+        unfinished = key.startswith("parts/") and int(key.split("/")[1]) >= len(self.history)
+        # A record of a route or a tag that is gone never was; the newest manifest or record that is gone neither.
+        told = not (removed and (key.endswith("route.json") or key.startswith(("tags/", "manifests/", "retention/"))))
+        if told and not (hint or unfinished or key in harmless):
+            assert not check(LocalBackend(self.store), read_data=True).ok, key
+        self.restored += 1
+        target = self.root / f"restored{self.restored}"
+        try:
+            open_store(self.store).restore(version, target, workers=1)
+        except DeltastoreError:
+            assert not target.exists()
+            assert not self.may_be_asked_for(version) or not (spare or hint or unfinished or key in harmless)
+        else:
+            training.assert_holds(target, self.history[version], others=False)
+            shutil.rmtree(target)
 
     @precondition(lambda self: len(self.history) > 2)
     @rule(
@@ -268,15 +400,18 @@ class StoreMachine(RuleBasedStateMachine):
             data = (self.store / "manifests" / f"{version:010d}.json").read_bytes()
             assert self.manifests.setdefault(version, data) == data
 
+    @invariant()
+    def tags_are_what_was_set(self):
+        if self.history:
+            assert {tag.name: tag.version for tag in read_tags(open_store(self.store))} == self.tags
+
     def teardown(self):
         try:
             if self.history:
                 report = check(LocalBackend(self.store), read_data=True)
                 assert report.ok, report.problems
-                opened = open_store(self.store)
-                for version, snapshot in enumerate(self.history):
-                    opened.restore(version, self.root / f"final{version}", workers=1)
-                    training.assert_holds(self.root / f"final{version}", snapshot, others=False)
+                for version in range(len(self.history)):
+                    self.assert_restores(version)
         finally:
             for name in list(self.trainers):
                 with suppress(DeltastoreError):
@@ -284,12 +419,15 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-THOROUGH = os.environ.get("DELTASTORE_THOROUGH") == "1"
+#: How many runs of how many steps: under a minute by default, about an hour with DELTASTORE_PROFILE=nightly.
+PROFILES = {"ci": (12, 25), "nightly": (700, 50)}
+PROFILE = os.environ.get("DELTASTORE_PROFILE", "ci")
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=200 if THOROUGH else 12,
-    stateful_step_count=30 if THOROUGH else 20,
+    max_examples=PROFILES[PROFILE][0],
+    stateful_step_count=PROFILES[PROFILE][1],
     deadline=None,
-    derandomize=True,
+    derandomize=PROFILE == "ci",
+    print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
