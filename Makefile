@@ -15,7 +15,7 @@ test: $(STAMP)
 
 # The same with many more rounds of kills, races and interruptions; it takes several times as long.
 test-nightly: $(STAMP)
-	DELTASTORE_THOROUGH=1 $(BIN)/python -m pytest
+	DELTASTORE_THOROUGH=1 DELTASTORE_PROFILE=nightly $(BIN)/python -m pytest
 
 # At least this many random and damaged bytes through each of the decoders.
 FUZZ_BYTES ?= 10000000

@@ -79,8 +79,11 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, hash_name):
         self.history = [training.small_snapshot(0, elements=16)]
         base = training.save(self.root / "base", self.history[0])
-        with Writer(self.store, base=base, hash_name=hash_name, workers=1):
-            pass
+        with Writer(self.store, base=base, hash_name=hash_name, workers=1) as writer:
+            for _ in range(3):
+                self.history.append(self.snapshot())
+                writer.publish(self.history[-1]).result()
+        self.open("one")
 
     def snapshot(self, fresh=True):
         """Return a new snapshot, like the newest one with a few changes, or that one itself."""
@@ -122,6 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.history)
     @rule(name=st.sampled_from(NAMES))
     def open(self, name):
+        """Open a writer, or again after it was closed or lost: it goes on from the newest version."""
         if name in self.trainers:
             self.leave(name)
         self.trainers[name] = Trainer(self.store)
