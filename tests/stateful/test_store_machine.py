@@ -1,7 +1,7 @@
 """Everything that may happen to a store, in any order, against a dictionary of snapshots.
 
 Two writers that fail in every way, are killed and come back; makers of routes; taggers, makers of records, collectors;
-damage; a receiver that goes to and fro. One history, each version its own bytes, or forgotten, for ever.
+damage; a receiver that goes forwards and backwards. One history, each version its own bytes, or forgotten, for ever.
 """
 
 from __future__ import annotations
