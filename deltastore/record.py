@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT",
+    "FORMATS",
     "MAX_VERSION",
     "CommitTime",
     "Count",
@@ -34,7 +35,9 @@ __all__ = [
     "parse_record",
 ]
 
-FORMAT = 1
+#: The format that is written, and those that are read: 2 has one more kind of stream than 1 (docs/format.md, 4.1).
+FORMAT = 2
+FORMATS = frozenset({1, 2})
 MAX_VERSION = 9_999_999_999
 
 Identifier = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -101,7 +104,7 @@ def parse_record(
         _check_signature(verifier, kind, line, signature, key)
     envelope = decode_json(line, _Envelope, key)
     unknown = sorted(set(envelope.required_features) - features)
-    if envelope.format != FORMAT or unknown:
+    if envelope.format not in FORMATS or unknown:
         needs = f"the features {', '.join(unknown)}" if unknown else f"format {envelope.format}"
         raise UnsupportedFormat(f"{key} needs {needs}.", key=key, hint="Use a newer release of deltastore.")
     return decode_json(line, record_type, key), digest

@@ -15,7 +15,6 @@ import msgspec
 from .errors import CorruptObject
 from .manifest import MAX_MANIFEST_BYTES, MODEL, PartRef
 from .record import (
-    FORMAT,
     CommitTime,
     Count,
     Digest,
@@ -183,7 +182,7 @@ def parse_route(data: Buffer, *, version: int, attempt_id: str, verifier: Verifi
 
 def _problem(route: Route, version: int, attempt_id: str) -> str | None:
     """Say what contradicts itself in a record whose fields are each well-formed."""
-    if (route.format, route.version, route.attempt_id) != (FORMAT, version, attempt_id):
+    if (route.version, route.attempt_id) != (version, attempt_id):
         return f"it says that it is the attempt {route.attempt_id} at version {route.version}"
     if route.kind == "abandoned":
         return "it is abandoned, but has parts" if route.parts else None

@@ -155,7 +155,7 @@ def test_a_record_of_another_hash_than_its_digests_is_refused() -> None:
 
 
 def test_a_later_format_is_unsupported() -> None:
-    refused(encode_route(skip(format=2), hash_function=XXH3), UnsupportedFormat)
+    refused(encode_route(skip(format=3), hash_function=XXH3), UnsupportedFormat)
 
 
 @given(st.binary(max_size=300))

@@ -31,9 +31,12 @@ _WORTH_COMPRESSING = 32
 #: Zeros are set apart where they are at least this share of a stream of at least so many bytes.
 _APART_SHARE = 0.3
 _APART_FROM = 256
-#: A longer stream is stored raw if a sample of its bytes is this random, in bits a byte.
+#: A longer stream is stored raw if a sample of its bytes is this random, in bits a byte, and a piece of this many from
+#: its middle comes to no less than this share.
 _RANDOM_FROM = 16 << 10
 _RANDOM_BITS = 7.7
+_RANDOM_SHARE = 0.97
+_TRIED = 32 << 10
 _SAMPLE = 4096
 #: Higher levels take several times as long, and make these streams no smaller.
 _ZSTD_LEVEL = 1
@@ -72,17 +75,19 @@ class StreamWriter:
         if zeros == raw.size:
             pieces.append(_HEAD.pack(ZERO, 0))
             return
-        if raw.size >= _WORTH_COMPRESSING and not _looks_random(raw):
+        if raw.size >= _WORTH_COMPRESSING and not self._looks_random(raw):
             frame = self._compressor.compress(raw.data)
             if len(frame) < raw.size:
                 pieces += (_HEAD.pack(ZSTD, len(frame)), frame)
                 return
         pieces += (_HEAD.pack(RAW, raw.size), raw.tobytes())
 
-
-def _looks_random(raw: Bytes) -> bool:
-    """Tell whether a long stream is not worth an attempt."""
-    return raw.size >= _RANDOM_FROM and kernels.sample_bits(raw, _SAMPLE) >= _RANDOM_BITS
+    def _looks_random(self, raw: Bytes) -> bool:
+        """Tell whether a long stream is not worth an attempt: neither its bytes nor their order show a pattern."""
+        if raw.size < _RANDOM_FROM or kernels.sample_bits(raw, _SAMPLE) < _RANDOM_BITS:
+            return False
+        middle = raw[raw.size // 2 :][:_TRIED]
+        return len(self._compressor.compress(middle.data)) > _RANDOM_SHARE * middle.size
 
 
 class StreamReader:

@@ -176,3 +176,15 @@ def test_a_checkpoint_at_the_root_is_wrong_use(store, commands):
     assert ended.code == 2
     assert "Traceback" not in ended.err
     assert "Try: " in ended.err
+
+
+@pytest.mark.parametrize(("share", "reads"), [("0", False), ("100", True), ("100%", True), ("99.9 %", True)])
+def test_a_share_of_the_parts_may_be_given_with_its_sign(share, reads, store, commands):
+    report = commands.run("deltastore", "check", store, "--read-data-subset", share, "--json").ok().json
+    assert report["ok"]
+    assert (report["bytes_read"] > 0) == reads
+
+
+@pytest.mark.parametrize("share", ["-1", "101%", "x", "%", "nan"])
+def test_a_share_that_is_none_is_wrong_use(share, store, commands):
+    assert commands.run("deltastore", "check", store, "--read-data-subset", share).code == 2

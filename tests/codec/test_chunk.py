@@ -458,3 +458,12 @@ def test_what_was_encoded_is_kept_as_a_private_copy(width: int, level: str, shar
     assert (encoder.kept == before).all()
     arguments = (encoded.encoding, encoded.changed, encoded.payload)
     assert decode(old.tobytes(), *arguments, width=width) == before.tobytes()
+
+
+@pytest.mark.parametrize(("period", "stored"), [(3000, True), (None, False)])
+def test_bytes_that_look_random_are_compressed_where_they_repeat(period: int | None, stored: bool) -> None:
+    noise = np.random.default_rng(13).integers(0, 256, 1 << 20, np.uint8)
+    new = np.resize(noise[:period], noise.size) if period else noise
+    encoded = ChunkEncoder().full(new, width=1)
+    assert (len(encoded.payload) < 0.1 * new.size) == stored
+    assert decode(bytes(new.size), FULL, new.size, encoded.payload, width=1) == new.tobytes()

@@ -1,7 +1,8 @@
 """Stores that a release wrote once: every later one reads them to the same bytes. The files are never made anew.
 
 Each store has two shards with tensors of every element width, one of them of two chunks, and five versions: sparse,
-dense, full, nothing changed, mixed. ``expected.json`` holds the snapshot ids and the SHA-256 of every tensor.
+dense, full, nothing changed, mixed; from format 2 on also contextual chunks, and an anchor (``make.py``).
+``expected.json`` holds the snapshot ids and the SHA-256 of every tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import reference
 from deltastore.checkpoint import open_checkpoint
 from deltastore.digest import hasher
 from deltastore.reader import Store, open_store
+from deltastore.record import FORMATS
 from deltastore.snapshot import snapshot_id
 
 STORES = sorted(Path(__file__).parent.glob("[0-9]*/*/expected.json"))
@@ -55,8 +57,21 @@ def restored(store: Store, version: int, directory: Path, base: Path | None = No
     return directory
 
 
-def test_there_is_a_golden_store_for_each_hash_of_the_format() -> None:
-    assert [path.parent.name for path in STORES if path.parent.parent.name == "1"] == ["blake3", "xxh3-128"]
+@pytest.mark.parametrize("number", sorted(FORMATS))
+def test_there_is_a_golden_store_for_each_hash_of_each_format(number: int) -> None:
+    found = [path for path in STORES if path.parent.parent.name == str(number)]
+    assert [path.parent.name for path in found] == ["blake3", "xxh3-128"]
+    for path in found:
+        manifests = [open_store(path.parent / "store").manifest(version) for version in VERSIONS]
+        assert {manifest.format for manifest in manifests} == {number}
+
+
+def test_the_anchor_of_a_golden_store_is_read(tmp_path: Path) -> None:
+    for path in (path for path in STORES if path.parent.parent.name != "1"):
+        store = open_store(path.parent / "store")
+        assert [step.kind for step in store.plan(None, 3).steps] == ["anchor"]
+        directory = restored(store, 3, tmp_path / path.parent.name)
+        assert_is_version(directory, json.loads(path.read_bytes()), 3)
 
 
 def test_the_history_of_a_golden_store_is_read(golden: tuple[Path, dict[str, Any]]) -> None:
