@@ -172,7 +172,7 @@ def changed(path: Path, **changes: object) -> None:
         {"snapshot_id": f"xxh3-128:{'9' * 32}"},
         {"stream_id": "9" * 32},
         {"kind": "abandoned"},
-        {"format": 2},
+        {"format": 3},
         {"kind": "bridge"},
     ],
 )
