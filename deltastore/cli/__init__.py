@@ -16,6 +16,7 @@ _VERBS = {
     "plan": "Show the cheapest route to a version.",
     "restore": "Build a version as a checkpoint directory.",
     "check": "Check a store for damage.",
+    "fleet": "Show what each receiver last said of itself.",
     "probe": "Try whether a place keeps what a store needs.",
     "keygen": "Make a key that signs a stream.",
 }

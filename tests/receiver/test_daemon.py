@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -606,8 +607,9 @@ def test_an_address_that_is_not_loopback_needs_a_token(run, started, commands):
 def test_a_token_is_asked_for_on_every_page(run):
     status = Status(store="s", checkpoint="c", target="latest")
     woken = threading.Event()
+    told = SimpleNamespace(wake=woken.set)
     with (
-        StatusServer(status, "127.0.0.1:0", token="secret", wake=woken.set) as server,  # noqa: S106 - a test's
+        StatusServer(status, "127.0.0.1:0", token="secret", receiver=told) as server,  # noqa: S106 - a test's
         httpx.Client(base_url=server.url, trust_env=False) as client,
     ):
         pages = [("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/status"), ("GET", "/metrics"), ("POST", "/wake")]
