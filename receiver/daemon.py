@@ -6,7 +6,9 @@ import logging
 import random
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -44,9 +46,10 @@ if TYPE_CHECKING:
     from .slots import LiveSlot
     from .status import Status
 
-__all__ = ["Options", "Receiver", "Stopped"]
+__all__ = ["Options", "Receiver", "Stopped", "wait_unless"]
 
 _LONGEST_PAUSE = 60.0
+_WAIT_STEP = 0.1
 #: Far beyond the longest pause, and far below where a float overflows: a store may be gone for days.
 _MOST_DOUBLINGS = 32
 
@@ -102,8 +105,9 @@ class Receiver:
         self._status = status
         self._slots = Slots(options.checkpoint)
         self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
-        self._stopping = threading.Event()
-        self._woken = threading.Event()
+        # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.
+        self._stopping = False
+        self._woken: SimpleQueue[None] = SimpleQueue()
         self._confirmed: tuple[str, str] | None = None  # incarnation and version that the engine last confirmed
         self._refused: set[str] = set()  # commit ids that the engine could not load
         self._control_lock = threading.Lock()
@@ -115,13 +119,16 @@ class Receiver:
     # From other threads
 
     def stop(self) -> None:
-        """End ``run`` soon; a patch going on is left off, an activation is brought to its end."""
-        self._stopping.set()
-        self._woken.set()
+        """End ``run`` soon; a patch going on is left off, an activation is brought to its end.
+
+        May be called from a signal's handler.
+        """
+        self._stopping = True
+        self._woken.put(None)
 
     def wake(self) -> None:
         """Look at the store now."""
-        self._woken.set()
+        self._woken.put(None)
 
     def pin(self, target: str) -> Control:
         """Follow another target from now on, also after a restart; the configured one takes the pin away.
@@ -161,7 +168,7 @@ class Receiver:
             pinned=control.pinned,
             paused=control.paused,
         )
-        self._woken.set()
+        self._woken.put(None)
         return control
 
     @property
@@ -200,7 +207,7 @@ class Receiver:
             self._recall()
             self._until_done(self._start)
             heartbeats = self._start_heartbeats()
-            while not self._stopping.is_set():
+            while not self._stopping:
                 self._until_done(self._step)
                 self._wait(self._options.poll)
             clean = True
@@ -231,7 +238,7 @@ class Receiver:
         self._engine.close()
 
     def _start_heartbeats(self) -> Heartbeats | None:
-        if self._options.heartbeat is None or self._stopping.is_set():
+        if self._options.heartbeat is None or self._stopping:
             return None
         made = Heartbeats(
             self._store.backend, self._heartbeat, every=self._options.heartbeat, told=self._status.heartbeat
@@ -246,7 +253,7 @@ class Receiver:
     def _until_done(self, action: Callable[[], None]) -> None:
         """Do something; after a failure that may pass by itself, again, ever more slowly."""
         failures = 0
-        while not self._stopping.is_set():
+        while not self._stopping:
             try:
                 action()
             except _Overtaken:
@@ -273,8 +280,12 @@ class Receiver:
             tell("failed", f"{error} {what_next}", level=logging.WARNING, **about, **fields)
 
     def _wait(self, seconds: float) -> None:
-        self._woken.wait(seconds)
-        self._woken.clear()
+        if self._stopping:
+            return
+        with suppress(Empty):
+            self._woken.get(timeout=seconds)
+            while True:
+                self._woken.get_nowait()
 
     # One pass
 
@@ -295,7 +306,8 @@ class Receiver:
     def _pause(self, seconds: float) -> None:
         """Wait before the store is asked once more, unless told to stop."""
         self._status.retries("request", pause=seconds)
-        if self._stopping.wait(seconds):
+        wait_unless(lambda: self._stopping, seconds)
+        if self._stopping:
             raise Stopped
 
     def _begin(self, store: Store) -> None:
@@ -318,7 +330,7 @@ class Receiver:
 
     def _progress(self, what: str, done: int, total: int) -> None:
         self._status.progress(what, done, total)
-        if self._stopping.is_set():
+        if self._stopping:
             raise Stopped
         if self._heeded is not None and self._control is not self._heeded:
             raise _Overtaken
@@ -448,6 +460,13 @@ class Receiver:
         if result.error is not None:
             self._status.failed(result.error)
             self._tell_failure("That version is left alone.", version=live.record.version)
+
+
+def wait_unless(stopped: Callable[[], bool], seconds: float) -> None:
+    """Wait so long, or until ``stopped``, which a signal's handler may bring about."""
+    until = time.monotonic() + seconds
+    while not stopped() and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _WAIT_STEP))
 
 
 def _seconds(stages: Mapping[str, float]) -> str:

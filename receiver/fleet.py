@@ -94,7 +94,7 @@ class Heartbeats:
         while not self._ended.wait(_LOOK_EVERY if self._tried_at is not None else 0.05):
             self.beat()
         if self._remove and self._key is not None:
-            self._try("removed", lambda key: self._backend.delete(key))
+            self._try("removed", self._backend.delete)
 
     def beat(self) -> bool:
         """Send a heartbeat if one is due; tells whether it was tried."""

@@ -42,9 +42,9 @@ class Follower:
         if self._known is None:
             self._known = self._store.latest()
         else:
+            if (self._polls + 1) % _RECHECK_POLLS == 0:
+                self._store.recheck(self._known)  # as often as it fails, too
             self._polls += 1
-            if self._polls % _RECHECK_POLLS == 0:
-                self._store.recheck(self._known)
             following = self._store.next(self._known.version)
             if following is not None:
                 self._known = self._store.latest(at_least=following.version)

@@ -18,7 +18,7 @@ from deltastore import __version__
 from deltastore.clock import now, seconds_since
 from deltastore.errors import DeltastoreError, UsageError
 from deltastore.heartbeat import Heartbeat
-from deltastore.record import VersionNumber
+from deltastore.record import VersionNumber  # noqa: TC001 - msgspec looks it up
 
 from .follower import check_target
 from .http_server import HttpServer
