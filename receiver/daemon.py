@@ -110,6 +110,7 @@ class Receiver:
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._confirmed: tuple[str, str] | None = None  # incarnation and version that the engine last confirmed
         self._refused: set[str] = set()  # commit ids that the engine could not load
+        self._activating = threading.Lock()  # held while an activation goes on
         self._control_lock = threading.Lock()
         self._control: Control | SlotError = Control()  # an error while it cannot be known
         self._heeded: Control | SlotError | None = None  # the one that the follower was made for
@@ -119,7 +120,7 @@ class Receiver:
     # From other threads
 
     def stop(self) -> None:
-        """End ``run`` soon; a patch going on is left off, an activation is brought to its end.
+        """End ``run`` soon: a patch going on is left off, an activation is brought to its end, and none begins.
 
         May be called from a signal's handler.
         """
@@ -129,6 +130,10 @@ class Receiver:
     def wake(self) -> None:
         """Look at the store now."""
         self._woken.put(None)
+
+    def hold_activations(self) -> None:
+        """Return when no activation is going on; none begins after this. For whoever is about to end the process."""
+        self._activating.acquire()
 
     def pin(self, target: str) -> Control:
         """Follow another target from now on, also after a restart; the configured one takes the pin away.
@@ -418,7 +423,10 @@ class Receiver:
         if info.paused or info.version != version or self._confirmed != (info.incarnation, version):
             self._confirmed = None
             self._status.serving = None
-            self._activate(live)
+            with self._activating:
+                if self._stopping:
+                    raise Stopped
+                self._activate(live)
             info = self._ask()
         if info.version is not None and not info.paused:
             self._confirmed = (info.incarnation, info.version)

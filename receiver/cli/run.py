@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
+import threading
+from queue import SimpleQueue
 from typing import Any
 
 import click
@@ -14,6 +17,8 @@ from .options import make_receiver, receiver_options, show_settings, with_enviro
 __all__ = ["command"]
 
 _INTERRUPTED = 130
+#: A request that hangs, or a disk, has so many seconds to let go after a signal.
+_GRACE_SECONDS = 7.0
 
 
 def _finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
@@ -58,14 +63,31 @@ def command(print_config: bool, **values: Any) -> int:
     listen, every = values.pop("listen"), values.pop("heartbeat_every")
     receiver, status = make_receiver(**{**values, "heartbeat": every if values["heartbeat"] else None})
     seen: list[int] = []
+    asked: SimpleQueue[None] = SimpleQueue()  # an Event's lock would not bear a signal's handler
+    ended = threading.Event()
 
     def stop(number: int, _frame: object) -> None:
         seen.append(number)
         receiver.stop()
+        asked.put(None)
 
+    def code() -> int:
+        return _INTERRUPTED if signal.SIGINT in seen else 0
+
+    def see_to_the_end() -> None:
+        """End the process if it does not end by itself: the live slot bears that at any instant, an engine does not."""
+        asked.get()
+        if not ended.wait(_GRACE_SECONDS):
+            receiver.hold_activations()
+            tell("abandoned", "Stopped; something that hangs was not waited for.", level=logging.WARNING)
+            logging.shutdown()
+            os._exit(code())
+
+    threading.Thread(target=see_to_the_end, name="end", daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     with StatusServer(status, listen, token=os.environ.get("RECEIVER_TOKEN"), receiver=receiver) as server:
         tell("listening", f"Listening on {server.url}.", url=server.url)
         receiver.run(url=server.url)
-    return _INTERRUPTED if signal.SIGINT in seen else 0
+    ended.set()
+    return code()

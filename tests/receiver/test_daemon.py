@@ -377,6 +377,34 @@ def test_an_engine_that_restarts_between_two_polls_is_loaded_again_before_ready(
         assert seen == [False]
 
 
+@pytest.mark.parametrize("obstacle", ["store", "part", "version", "pin"])
+def test_an_engine_that_restarts_is_loaded_again_whatever_stands_in_the_way_of_a_new_version(
+    run, engine, obstacle, monkeypatch
+):
+    if obstacle == "pin":
+        run.receiver().once()
+        (run.root / "host" / "live.slots" / "control.json").write_bytes(b"damaged")
+    with run.running(poll=0.01) as made:
+        training.until(lambda: made.status.serving == 1)
+
+        def refuse(*_, **__):
+            raise StorageError("nobody answers")
+
+        if obstacle == "store":
+            monkeypatch.setattr(type(made._store.backend), "read", refuse)
+        elif obstacle == "part":
+            monkeypatch.setattr(made._patcher, "move_to", refuse)
+            run.publish()
+        elif obstacle == "version":
+            made.pin("9")
+        training.until(lambda: made.status.error is not None)
+        served = len(engine.served)
+        engine.restart()
+        training.until(lambda: made.status.serving == 1 and len(engine.served) > served)
+        assert engine.version == "1"
+        assert made.status.error is not None
+
+
 @pytest.mark.parametrize("moment", ["pause", "load", "confirm", "resume", "info"])
 def test_an_engine_that_restarts_in_any_moment_is_loaded_and_confirmed_again(run, engine, moment):
     with run.running() as made:

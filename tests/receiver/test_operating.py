@@ -6,8 +6,9 @@ import itertools
 import json
 import shutil
 import signal
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 
 import httpx
@@ -553,3 +554,55 @@ def test_sigterm_ends_it_in_every_state(scene, commands, stage):
     ended = command.end(10)
     assert ended.code == 0, ended
     assert "Traceback" not in ended.err
+
+
+@pytest.fixture
+def silent():
+    """An endpoint that takes connections and never says a word; and what was connected."""
+    taken, ended = [], threading.Event()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        listener.settimeout(0.1)
+
+        def take():
+            while not ended.is_set():
+                with suppress(TimeoutError):
+                    taken.append(listener.accept()[0])
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
+        ended.set()
+        thread.join()
+        for one in taken:
+            one.close()
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_sigterm_ends_it_while_a_request_hangs(scene, commands, silent, client):
+    endpoint, taken = silent
+    options = {"endpoint_url": endpoint, "key": "key", "secret": "secret", "client": client}
+    more = [word for name, given in options.items() for word in ("--storage-option", f"{name}={given}")]
+    words = ["receiver", "run", "--store", "s3://weights/run", "--checkpoint", scene.live, "--listen", "127.0.0.1:0"]
+    command = commands.start(*words, *more)
+    training.until(lambda: taken or command.ends_within(0), what=command.err)
+    command.send(signal.SIGTERM)
+    ended = command.end(10)
+    assert ended.code == 0, ended
+    assert "not waited for" in ended.err
+
+
+def test_nothing_is_activated_once_it_is_told_to_stop(scene, monkeypatch):
+    made = scene.receiver()
+    patch = made._patch
+
+    def stopped_meanwhile(wanted):
+        patch(wanted)
+        made.stop()
+
+    monkeypatch.setattr(made, "_patch", stopped_meanwhile)
+    made.run()
+    assert (made.status.version, made.status.serving) == (3, None)
+    made.hold_activations()  # returns, for none is going on
+    scene.holds(3)
