@@ -68,8 +68,8 @@ _SHARED = (
     debug_option,
 )
 
-#: Called like the setting of a file, and not like the parameter.
-_VARIABLES = {"cache_bytes": "RECEIVER_CACHE_SIZE"}
+#: Not called like the parameter.
+_VARIABLES = {"cache_bytes": "RECEIVER_CACHE_SIZE", "receiver_id": "RECEIVER_ID"}
 _NO_SETTINGS = frozenset({"config", "print_config", "as_json", "debug"})
 
 
