@@ -103,6 +103,7 @@ class Receiver:
             )
         self._options = options
         self._status = status
+        self._status.group = options.group
         self._slots = Slots(options.checkpoint)
         self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
         # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.

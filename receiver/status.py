@@ -44,9 +44,10 @@ _MAX_BODY = 1024
 class Status:
     """The receiver's state. Written by its loop, read by the HTTP server's thread."""
 
-    def __init__(self, *, store: str, checkpoint: str, target: str, group: str | None = None) -> None:
+    def __init__(self, *, store: str, checkpoint: str, target: str) -> None:
         self.stream_id: str | None = None
         self.receiver_id: str | None = None
+        self.group: str | None = None
         self.version: int | None = None
         self.serving: int | None = None
         self.error: DeltastoreError | None = None
@@ -55,7 +56,6 @@ class Status:
         self._fixed: dict[str, Any] = {
             "store": store,
             "checkpoint": checkpoint,
-            "group": group,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": now(),
@@ -172,6 +172,7 @@ class Status:
             **self._fixed,
             "stream_id": self.stream_id,
             "receiver_id": self.receiver_id,
+            "group": self.group,
             "state": self._state,
             "ready": self.ready,
             "version": self.version,
@@ -200,7 +201,7 @@ class Status:
             stream_id=self.stream_id,
             receiver_id=self.receiver_id,
             host=re.sub(r"[^ -~]", "?", self._fixed["host"])[:255] or "?",
-            group=self._fixed["group"],
+            group=self.group,
             version=self.version,
             target=self.target,
             state=self._state,

@@ -103,10 +103,5 @@ def make_receiver(*, heartbeat: float | None = None, **values: Any) -> tuple[Rec
     from receiver.status import Status  # noqa: PLC0415
 
     set_up_logs(values.pop("log_format"), values.pop("log_level"))
-    status = Status(
-        store=shown_url(values["store"]),
-        checkpoint=str(values["checkpoint"]),
-        target=values["target"],
-        group=values.get("group"),
-    )
+    status = Status(store=shown_url(values["store"]), checkpoint=str(values["checkpoint"]), target=values["target"])
     return Receiver(Options(**values, heartbeat=heartbeat), status), status
