@@ -107,8 +107,7 @@ class Status:
         self._metrics.patches.inc()
         self._metrics.fetched.inc(patched.fetched_bytes)
         self._last = {"from": patched.start, "to": patched.end, "fetched_bytes": patched.fetched_bytes}
-        self._stages = {}
-        self._observe(patched.stages)
+        self._observe(patched.stages, before={})
 
     def activated(self, activation: Activation) -> None:
         """Note how an activation ended."""
@@ -119,7 +118,7 @@ class Status:
             "paused_seconds": activation.paused_seconds,
             "at": now(),
         }
-        self._observe(activation.stages)
+        self._observe(activation.stages, before=self._stages)
 
     def repaired(self, chunks: int) -> None:
         """Note chunks of a slot that were found damaged and mended."""
@@ -129,8 +128,8 @@ class Status:
         """Note that a heartbeat was sent, or was not."""
         self._metrics.heartbeats.labels("sent" if arrived else "failed").inc()
 
-    def _observe(self, stages: Mapping[str, float]) -> None:
-        self._stages = {**self._stages, **stages}
+    def _observe(self, stages: Mapping[str, float], *, before: Mapping[str, float]) -> None:
+        self._stages = {**before, **stages}
         for name, seconds in stages.items():
             self._metrics.seconds.labels(name).observe(seconds)
 
