@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -65,7 +66,8 @@ class Status:
         self._paused = False
         self._state = "starting"
         self._progress: dict[str, Any] | None = None
-        self._counted: tuple[str, int] = ("", 0)
+        self._counted: dict[str, int] = {}  # bytes of each stage of the work at hand
+        self._counting = threading.Lock()
         self._stages: dict[str, float] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
@@ -80,7 +82,7 @@ class Status:
         """Note what is going on: starting, following, patching, activating."""
         self._state = state
         self._progress = None
-        self._counted = ("", 0)
+        self._counted = {}
 
     def controlled(self, control: Control, *, wanted: str) -> None:
         """Note what an operator told, and the target in words that follows from it."""
@@ -97,9 +99,10 @@ class Status:
     def progress(self, what: str, done: int, total: int) -> None:
         """Note how far the work at hand is, in bytes."""
         self._progress = {"stage": what, "done": done, "total": total}
-        before = self._counted[1] if self._counted[0] == what else 0
-        self._counted = (what, done)
-        self._metrics.worked(what, max(0, done - before))
+        with self._counting:  # several threads tell of several stages, in any order
+            before = self._counted.get(what, 0)
+            self._counted[what] = max(before, done)
+            self._metrics.worked(what, max(0, done - before))
 
     def patched(self, patched: Patched) -> None:
         """Note a version put in place."""

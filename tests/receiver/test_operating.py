@@ -373,6 +373,17 @@ def test_the_documented_metrics_are_there_and_move(scene, monkeypatch):
         assert value(made, 'receiver_retries_total{of="request"}') == 1
 
 
+def test_bytes_are_counted_once_though_stages_overlap_and_threads_overtake(scene):
+    made = scene.receiver()
+    for _ in range(2):
+        made.status.enter("patching")
+        for what, done in (("fetch", 10), ("patch", 5), ("fetch", 30), ("fetch", 20), ("patch", 50), ("fetch", 40)):
+            made.status.progress(what, done, 100)
+    assert value(made, 'receiver_stage_bytes_total{stage="fetch"}') == 80
+    assert value(made, 'receiver_stage_bytes_total{stage="patch"}') == 100
+    assert value(made, "receiver_written_bytes_total") == 100
+
+
 # -- heartbeats -------------------------------------------------------------------------------------------
 
 
