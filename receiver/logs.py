@@ -51,7 +51,7 @@ class JsonFormatter(logging.Formatter):
         }
         if entry["event"] == "log":
             entry["logger"] = record.name
-        entry = {**getattr(record, "fields", {}), **entry}
+        entry |= {name: value for name, value in getattr(record, "fields", {}).items() if name not in entry}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)

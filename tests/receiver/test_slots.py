@@ -157,6 +157,15 @@ def test_only_one_holds_the_lock_and_the_second_is_told_who(slots: Slots, tmp_pa
     second.unlock()
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"pid":"x","host":1}'])
+def test_a_holder_that_does_not_say_who_it_is_still_holds(slots: Slots, tmp_path: Path, damage: bytes) -> None:
+    slots.lock()
+    (slots.directory / "lock").write_bytes(damage)
+    with pytest.raises(SlotError, match="did not say who it is"):
+        Slots(tmp_path / "model").lock()
+    slots.unlock()
+
+
 def test_a_place_that_cannot_be_locked_is_told(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
