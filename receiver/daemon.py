@@ -5,23 +5,34 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from deltastore.errors import (
     DeltastoreError,
     EngineError,
+    SlotError,
     StorageError,
     StoreNotFound,
+    UsageError,
     VersionForgotten,
     VersionNotFound,
 )
+from deltastore.heartbeat import Heartbeat, is_receiver_id, is_word
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
 from .activation import Weights, activate
+from .control import Control, read_control, write_control
 from .engines import make_engine
-from .follower import Follower
+from .fleet import Heartbeats, own_id
+from .follower import Follower, check_target
+from .logs import tell
 from .patcher import Patcher
 from .slots import Slots
 
@@ -36,11 +47,10 @@ if TYPE_CHECKING:
     from .slots import LiveSlot
     from .status import Status
 
-__all__ = ["Options", "Receiver", "Stopped"]
-
-_log = logging.getLogger("receiver")
+__all__ = ["Options", "Receiver", "Stopped", "wait_unless"]
 
 _LONGEST_PAUSE = 60.0
+_WAIT_STEP = 0.1
 #: Far beyond the longest pause, and far below where a float overflows: a store may be gone for days.
 _MOST_DOUBLINGS = 32
 
@@ -49,9 +59,13 @@ class Stopped(Exception):
     """Raised out of a patch when the receiver was told to stop; the live slot is untouched."""
 
 
+class _Overtaken(Exception):
+    """Raised out of a patch when an operator wants something else now; the live slot is untouched."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an operator decides. ``poll`` is in seconds."""
+    """What an operator decides. ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent)."""
 
     store: str
     checkpoint: Path
@@ -66,6 +80,9 @@ class Options:
     cache_bytes: int | None = None
     trusted_keys: tuple[str, ...] | None = None
     workers: int | None = None
+    group: str | None = None
+    receiver_id: str | None = None
+    heartbeat: float | None = None
 
 
 class Receiver:
@@ -75,25 +92,95 @@ class Receiver:
     """
 
     def __init__(self, options: Options, status: Status) -> None:
+        check_target(options.target)
+        if options.receiver_id is not None and not is_receiver_id(options.receiver_id):
+            raise UsageError(
+                f"{options.receiver_id!r} is no id of a receiver.",
+                hint="Use letters, digits, dots, dashes: 128 at most.",
+            )
+        if options.group is not None and not is_word(options.group):
+            raise UsageError(
+                f"{options.group!r} is no group's name.", hint="Use printable ASCII, at most 255 characters."
+            )
         self._options = options
         self._status = status
+        self._status.group = options.group
         self._slots = Slots(options.checkpoint)
         self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
-        self._stopping = threading.Event()
-        self._woken = threading.Event()
+        # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.
+        self._stopping = False
+        self._woken: SimpleQueue[None] = SimpleQueue()
         self._confirmed: tuple[str, str] | None = None  # incarnation and version that the engine last confirmed
         self._refused: set[str] = set()  # commit ids that the engine could not load
+        self._activating = threading.Lock()  # held while an activation goes on
+        self._control_lock = threading.Lock()
+        self._control: Control | SlotError = Control()  # an error while it cannot be known
+        self._heeded: Control | SlotError | None = None  # the one that the follower was made for
+        self._begun = False
+        self._in_touch = False
 
     # From other threads
 
     def stop(self) -> None:
-        """End ``run`` soon; a patch going on is left off, an activation is brought to its end."""
-        self._stopping.set()
-        self._woken.set()
+        """End ``run`` soon: a patch going on is left off, an activation is brought to its end, and none begins.
+
+        May be called from a signal's handler.
+        """
+        self._stopping = True
+        self._woken.put(None)
 
     def wake(self) -> None:
         """Look at the store now."""
-        self._woken.set()
+        self._woken.put(None)
+
+    def hold_activations(self) -> None:
+        """Return when no activation is going on; none begins after this. For whoever is about to end the process."""
+        self._activating.acquire()
+
+    def pin(self, target: str) -> Control:
+        """Follow another target from now on, also after a restart; the configured one takes the pin away.
+
+        Raises ``UsageError``, ``StorageError`` when it cannot be written down, ``SlotError`` before the start.
+        """
+        check_target(target)
+        return self._order(pinned=None if target == self._options.target else target)
+
+    def pause_following(self) -> Control:
+        """Stay at what is live until ``resume_following``, also after a restart; raises as ``pin`` does."""
+        return self._order(paused=True)
+
+    def resume_following(self) -> Control:
+        """Follow again; raises as ``pin`` does, and ``SlotError`` while it is not known whether there is a pin."""
+        return self._order(paused=False)
+
+    def _order(self, **changes: str | bool | None) -> Control:
+        with self._control_lock:
+            if not self._begun:
+                raise SlotError("The receiver has not begun yet.", hint="Say it again in a moment.")
+            before = self._control
+            if isinstance(before, SlotError):
+                if "pinned" not in changes:
+                    raise before
+                before = Control()
+            control = structs.replace(before, **changes)
+            if control == before and not isinstance(self._control, SlotError):
+                return control
+            write_control(self._control_path, control)
+            self._control = control
+        self._status.controlled(control, wanted=control.pinned or self._options.target)
+        tell(
+            "control",
+            f"An operator has it {'pause' if control.paused else 'follow'}, at "
+            f"{control.pinned or self._options.target}{' (pinned)' if control.pinned else ''}.",
+            pinned=control.pinned,
+            paused=control.paused,
+        )
+        self._woken.put(None)
+        return control
+
+    @property
+    def _control_path(self) -> Path:
+        return self._slots.directory / "control.json"
 
     # The two ways to work
 
@@ -101,13 +188,19 @@ class Receiver:
         """Bring checkpoint and engine to the wanted version. Raises what stands in the way."""
         self._slots.lock()
         try:
+            self._recall()
             self._begin(self._open_store())
             self._step()
             if self._status.error is not None:
                 raise self._status.error
+            if self._status.version is None:
+                raise SlotError(
+                    f"Following is paused, and there is nothing at {self._slots.link} yet.",
+                    key=str(self._control_path),
+                    hint="`receiver resume-following` on a running receiver, or remove that file.",
+                )
         finally:
-            self._slots.unlock()
-            self._engine.close()
+            self._let_go()
 
     def run(self, *, url: str | None = None) -> None:
         """Follow the stream until told to stop.
@@ -115,23 +208,63 @@ class Receiver:
         Only what an operator has to mend is raised; all else is tried again.
         """
         self._slots.lock(url=url)
+        heartbeats: Heartbeats | None = None
+        clean = False
         try:
+            self._recall()
             self._until_done(self._start)
-            while not self._stopping.is_set():
+            heartbeats = self._start_heartbeats()
+            while not self._stopping:
                 self._until_done(self._step)
                 self._wait(self._options.poll)
+            clean = True
         except Stopped:
-            pass
+            clean = True
         finally:
-            self._slots.unlock()
-            self._engine.close()
+            if heartbeats is not None:
+                heartbeats.stop(remove=clean)
+            self._let_go()
+            if clean:
+                tell("stopped", "Stopped.", version=self._status.version)
+
+    def _recall(self) -> None:
+        """Heed what an operator told the receiver before this one."""
+        with self._control_lock:
+            try:
+                self._control = read_control(self._control_path)
+            except SlotError as error:
+                self._control = error
+            else:
+                self._status.controlled(self._control, wanted=self._control.pinned or self._options.target)
+            self._begun = True
+        self._status.receiver_id = self._options.receiver_id or own_id(self._slots.directory / "receiver-id")
+
+    def _let_go(self) -> None:
+        self._begun = False
+        self._slots.unlock()
+        self._engine.close()
+
+    def _start_heartbeats(self) -> Heartbeats | None:
+        if self._options.heartbeat is None or self._stopping:
+            return None
+        made = Heartbeats(
+            self._store.backend, self._heartbeat, every=self._options.heartbeat, told=self._status.heartbeat
+        )
+        made.start()
+        return made
+
+    def _heartbeat(self) -> Heartbeat | None:
+        """Say how it is; nothing while the store is out of reach: a mount that is gone must not be written to."""
+        return self._status.heartbeat_record(every=self._options.heartbeat or 0.0) if self._in_touch else None
 
     def _until_done(self, action: Callable[[], None]) -> None:
         """Do something; after a failure that may pass by itself, again, ever more slowly."""
         failures = 0
-        while not self._stopping.is_set():
+        while not self._stopping:
             try:
                 action()
+            except _Overtaken:
+                continue
             except (StorageError, StoreNotFound, VersionNotFound, EngineError) as error:
                 self._status.failed(error)
             except DeltastoreError as error:
@@ -143,12 +276,23 @@ class Receiver:
             failures += 1
             doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
             pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
-            _log.warning("%s Next try in %.1f s.", self._status.error, pause)
+            self._status.retries("pass", pause=pause, failures=failures)
+            self._tell_failure(f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
             self._wait(pause)
 
+    def _tell_failure(self, what_next: str, **fields: object) -> None:
+        error = self._status.error
+        if error is not None:
+            about = {"error_kind": error.kind, "key": error.key, "hint": error.hint}
+            tell("failed", f"{error} {what_next}", level=logging.WARNING, **about, **fields)
+
     def _wait(self, seconds: float) -> None:
-        self._woken.wait(seconds)
-        self._woken.clear()
+        if self._stopping:
+            return
+        with suppress(Empty):
+            self._woken.get(timeout=seconds)
+            while True:
+                self._woken.get_nowait()
 
     # One pass
 
@@ -168,12 +312,15 @@ class Receiver:
 
     def _pause(self, seconds: float) -> None:
         """Wait before the store is asked once more, unless told to stop."""
-        if self._stopping.wait(seconds):
+        self._status.retries("request", pause=seconds)
+        wait_unless(lambda: self._stopping, seconds)
+        if self._stopping:
             raise Stopped
 
     def _begin(self, store: Store) -> None:
         """Take over the local checkpoint, whatever state it is in."""
-        self._follower = Follower(store, self._options.target)
+        self._store = store
+        self._in_touch = True
         self._patcher = Patcher(
             store,
             self._slots,
@@ -190,44 +337,90 @@ class Receiver:
 
     def _progress(self, what: str, done: int, total: int) -> None:
         self._status.progress(what, done, total)
-        if self._stopping.is_set():
+        if self._stopping:
             raise Stopped
+        if self._heeded is not None and self._control is not self._heeded:
+            raise _Overtaken
 
     def _step(self) -> None:
-        """One look at the store, and everything that follows from it."""
-        wanted, live = self._moved(self._follower.wanted())
-        self._serve(live, wanted)
+        """One look at the store, and everything that follows from it.
 
-    def _moved(self, wanted: Manifest) -> tuple[Manifest, LiveSlot]:
-        """Bring the checkpoint to the wanted version, or to the newest one should that be forgotten on the way."""
-        self._status.target = wanted.version
-        live = self._slots.live()
-        if live is not None and (live.record.commit_id == wanted.commit_id or wanted.commit_id in self._refused):
-            return wanted, live
+        Whatever stands in the way of another version, an engine that restarted gets the live one.
+        """
         try:
-            return wanted, self._patch(wanted)
-        except VersionForgotten:
-            newer = self._follower.wanted()
-            if newer.version == wanted.version:  # a fixed target
-                raise
-            return self._moved(newer)
+            wanted = self._approach()
+        except DeltastoreError:
+            live = self._slots.live()
+            if live is not None:
+                self._serve(live)
+            raise
+        live = self._slots.live()
+        if live is not None:
+            self._serve(live)
+        self._rest(wanted)
 
-    def _patch(self, wanted: Manifest) -> LiveSlot:
+    def _approach(self) -> Manifest | None:
+        """Bring the live slot to the wanted version and return that; ``None`` when it is not to move."""
+        control = self._heed()
+        if isinstance(control, SlotError):
+            return None
+        started = time.perf_counter()
+        self._in_touch = False
+        wanted = self._follower.wanted()
+        self._in_touch = True
+        self._status.polled(time.perf_counter() - started)
+        self._status.aims(wanted.version, wanted.created_at)
+        if control.paused:
+            return None
+        live = self._slots.live()
+        if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
+            try:
+                self._patch(wanted)
+            except VersionForgotten:
+                if self._follower.wanted().version == wanted.version:  # a fixed target
+                    raise
+                return self._approach()  # the newest one goes on existing
+        return wanted
+
+    def _heed(self) -> Control | SlotError:
+        """Return what an operator told last; a new target begins afresh."""
+        control = self._control
+        if control is not self._heeded:
+            if not isinstance(control, SlotError):
+                self._follower = Follower(self._store, control.pinned or self._options.target)
+                self._refused.clear()
+            self._heeded = control
+        return control
+
+    def _rest(self, wanted: Manifest | None) -> None:
+        """Say how it stands until the next look."""
+        control = self._heeded
+        if isinstance(control, SlotError):
+            if self._status.error is not control:
+                self._status.failed(control)
+                self._tell_failure("Following waits.")
+            self._status.enter("held")
+        elif wanted is not None and wanted.commit_id in self._refused:
+            self._status.enter("degraded")
+        else:
+            self._status.enter("following" if wanted is not None else "paused")
+            self._status.succeeded()
+
+    def _patch(self, wanted: Manifest) -> None:
         self._status.enter("patching")
         patched = self._patcher.move_to(wanted)
-        live = self._slots.live()
-        assert live is not None  # noqa: S101 - move_to has just made it live
         self._status.patched(patched)
-        _log.info(
-            "Version %d is in place (from %s, %d bytes fetched; %s).",
-            patched.end,
-            "nothing" if patched.start is None else patched.start,
-            patched.fetched_bytes,
-            ", ".join(f"{name} {seconds:.3f} s" for name, seconds in patched.stages.items()),
+        tell(
+            "patched",
+            f"Version {patched.end} is in place (from {'nothing' if patched.start is None else patched.start}, "
+            f"{patched.fetched_bytes} bytes fetched; {_seconds(patched.stages)}).",
+            version=patched.end,
+            from_version=patched.start,
+            fetched_bytes=patched.fetched_bytes,
+            stages=dict(patched.stages),
         )
-        return live
 
-    def _serve(self, live: LiveSlot, wanted: Manifest) -> None:
+    def _serve(self, live: LiveSlot) -> None:
         """Make sure that the engine serves the live slot.
 
         A restarted or paused engine is loaded and confirmed again.
@@ -237,16 +430,14 @@ class Receiver:
         if info.paused or info.version != version or self._confirmed != (info.incarnation, version):
             self._confirmed = None
             self._status.serving = None
-            self._activate(live, wanted)
+            with self._activating:
+                if self._stopping:
+                    raise Stopped
+                self._activate(live)
             info = self._ask()
         if info.version is not None and not info.paused:
             self._confirmed = (info.incarnation, info.version)
             self._status.serving = int(info.version)
-        if wanted.commit_id in self._refused:
-            self._status.enter("degraded")
-        else:
-            self._status.enter("following")
-            self._status.succeeded()
 
     def _ask(self) -> EngineInfo:
         """Ask the engine how it is; one that does not answer serves nothing that we know of."""
@@ -257,7 +448,7 @@ class Receiver:
             self._status.serving = None
             raise
 
-    def _activate(self, live: LiveSlot, wanted: Manifest) -> None:
+    def _activate(self, live: LiveSlot) -> None:
         self._status.enter("activating")
         other = self._patcher.previous()
         result = activate(
@@ -266,13 +457,32 @@ class Receiver:
             fallback=Weights(other.record.version, other.directory) if other else None,
         )
         self._status.activated(result)
-        stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in result.stages.items())
-        _log.info("Engine: %s, version %s (%s).", result.outcome, result.version, stages)
+        tell(
+            "activated",
+            f"Engine: {result.outcome}, version {result.version} ({_seconds(result.stages)}).",
+            level=logging.INFO if result.outcome == "activated" else logging.WARNING,
+            outcome=result.outcome,
+            version=result.version,
+            paused_seconds=result.paused_seconds,
+            stages=dict(result.stages),
+        )
         if result.outcome == "rolled-back":
-            self._refused.add(wanted.commit_id)
+            self._refused.add(live.record.commit_id)
             self._patcher.go_back()
             self._status.version = result.version
         if result.outcome == "latched" and result.error is not None:
             raise result.error
         if result.error is not None:
             self._status.failed(result.error)
+            self._tell_failure("That version is left alone.", version=live.record.version)
+
+
+def wait_unless(stopped: Callable[[], bool], seconds: float) -> None:
+    """Wait so long, or until ``stopped``, which a signal's handler may bring about."""
+    until = time.monotonic() + seconds
+    while not stopped() and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _WAIT_STEP))
+
+
+def _seconds(stages: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stages.items())

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from deltastore.checkpoint import Checkpoint, open_checkpoint
+from deltastore.clock import now
 from deltastore.digest import HASHES, Hasher, hasher
 from deltastore.errors import CheckpointError, CorruptObject, SlotError, StorageError, UsageError
 from deltastore.materialize import sync_directory, write_file
@@ -87,6 +88,24 @@ def _boot_id() -> str:
         return ""  # unknown: equal to no recorded one that counts, so everything is hashed anew
 
 
+class _Holder(msgspec.Struct, frozen=True):
+    """Who works on a checkpoint, as the lock file tells people."""
+
+    pid: int
+    host: str
+    url: str | None = None
+    since: str | None = None
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = msgspec.json.decode(path.read_bytes(), type=_Holder)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return "one that did not say who it is"
+    since = f", since {holder.since}" if holder.since else ""
+    return f"process {holder.pid} on {holder.host}{since}{f', at {holder.url}' if holder.url else ''}"
+
+
 class Slots:
     """The slots of one ``--checkpoint DIR``. Take ``lock`` before anything is changed."""
 
@@ -112,7 +131,7 @@ class Slots:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = path.read_text(encoding="utf-8", errors="replace").strip() or "somebody"
+            owner = _holder(path)
             os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise SlotError(
@@ -129,7 +148,7 @@ class Slots:
     def announce(self, url: str | None) -> None:
         """Write into the lock file who holds it and where it listens."""
         if self._lock is not None:
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "url": url}
+            owner = _Holder(pid=os.getpid(), host=socket.gethostname(), url=url, since=now())
             with suppress(OSError):  # for people only: a full disk must not keep a version from being served
                 os.ftruncate(self._lock, 0)
                 os.pwrite(self._lock, msgspec.json.encode(owner) + b"\n", 0)

@@ -1,37 +1,45 @@
 """What a receiver says of itself: a record of its state, and the HTTP server that shows it.
 
 `/healthz` the process is up · `/readyz` the engine serves the wanted version · `/status` JSON · `/metrics` Prometheus ·
-`POST /wake` look at the store now.
+`POST /wake` look at the store now · `POST /pin`, `/pause-following`, `/resume-following` what an operator wants.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import msgspec
 
-from deltastore.clock import now
+from deltastore import __version__
+from deltastore.clock import now, seconds_since
+from deltastore.errors import DeltastoreError, UsageError
+from deltastore.heartbeat import Heartbeat
+from deltastore.record import VersionNumber  # noqa: TC001 - msgspec looks it up
 
+from .follower import check_target
 from .http_server import HttpServer
+from .metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import ASGIApp
 
-    from deltastore.errors import DeltastoreError
-
     from .activation import Activation
+    from .control import Control
     from .patcher import Patched
 
 __all__ = ["Status", "StatusServer"]
 
-_STAGE_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+#: What `POST /pin` takes: a few words, and no more.
+_MAX_BODY = 1024
 
 
 class Status:
@@ -39,38 +47,34 @@ class Status:
 
     def __init__(self, *, store: str, checkpoint: str, target: str) -> None:
         self.stream_id: str | None = None
+        self.receiver_id: str | None = None
+        self.group: str | None = None
         self.version: int | None = None
         self.serving: int | None = None
         self.error: DeltastoreError | None = None
         self.target: int | None = None
+        self.target_created_at: str | None = None
         self._fixed: dict[str, Any] = {
             "store": store,
             "checkpoint": checkpoint,
-            "wanted": target,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": now(),
         }
+        self._wanted = target
+        self._pinned: str | None = None
+        self._paused = False
         self._state = "starting"
         self._progress: dict[str, Any] | None = None
+        self._counted: dict[str, int] = {}  # bytes of each stage of the work at hand
+        self._counting = threading.Lock()
         self._stages: dict[str, float] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
         self._updated = time.monotonic()
-        self.registry = CollectorRegistry()
-        self._version_gauge = Gauge("receiver_version", "Version in the live slot.", registry=self.registry)
-        self._target_gauge = Gauge("receiver_target_version", "Version wanted.", registry=self.registry)
-        self._ready_gauge = Gauge("receiver_ready", "1 while the wanted version is served.", registry=self.registry)
-        self._contact_gauge = Gauge(
-            "receiver_seconds_since_success", "Seconds since the last pass without an error.", registry=self.registry
-        )
-        self._fetched = Counter("receiver_fetched_bytes", "Bytes of parts downloaded.", registry=self.registry)
-        self._patches = Counter("receiver_patches", "Versions put in place.", registry=self.registry)
-        self._failures = Counter("receiver_failures", "Failures by kind.", ["kind"], registry=self.registry)
-        self._activations = Counter("receiver_activations", "Activations.", ["outcome"], registry=self.registry)
-        self._seconds = Histogram(
-            "receiver_stage_seconds", "Seconds by stage.", ["stage"], registry=self.registry, buckets=_STAGE_SECONDS
-        )
+        self._failed_passes = 0
+        self._next_try = self._updated
+        self._metrics = Metrics()
 
     # What the loop tells
 
@@ -78,115 +82,256 @@ class Status:
         """Note what is going on: starting, following, patching, activating."""
         self._state = state
         self._progress = None
+        self._counted = {}
+
+    def controlled(self, control: Control, *, wanted: str) -> None:
+        """Note what an operator told, and the target in words that follows from it."""
+        self._pinned, self._paused, self._wanted = control.pinned, control.paused, wanted
+
+    def aims(self, version: int, created_at: str | None) -> None:
+        """Note the wanted version, and when it was published."""
+        self.target, self.target_created_at = version, created_at
+
+    def polled(self, seconds: float) -> None:
+        """Note a look at the store."""
+        self._metrics.seconds.labels("poll").observe(seconds)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Note how far the work at hand is, in bytes."""
         self._progress = {"stage": what, "done": done, "total": total}
+        with self._counting:  # several threads tell of several stages, in any order
+            before = self._counted.get(what, 0)
+            self._counted[what] = max(before, done)
+            self._metrics.worked(what, max(0, done - before))
 
     def patched(self, patched: Patched) -> None:
         """Note a version put in place."""
         self.version = patched.end
-        self._patches.inc()
-        self._fetched.inc(patched.fetched_bytes)
+        self._metrics.patches.inc()
+        self._metrics.fetched.inc(patched.fetched_bytes)
         self._last = {"from": patched.start, "to": patched.end, "fetched_bytes": patched.fetched_bytes}
-        self._observe(dict(patched.stages))
+        self._observe(patched.stages, before={})
 
     def activated(self, activation: Activation) -> None:
         """Note how an activation ended."""
-        self._activations.labels(activation.outcome).inc()
+        self._metrics.activations.labels(activation.outcome).inc()
         self._activation = {
             "outcome": activation.outcome,
             "version": activation.version,
             "paused_seconds": activation.paused_seconds,
             "at": now(),
         }
-        self._observe(dict(activation.stages))
+        self._observe(activation.stages, before=self._stages)
 
-    def _observe(self, stages: dict[str, float]) -> None:
-        self._stages = {**self._stages, **stages}
+    def repaired(self, chunks: int) -> None:
+        """Note chunks of a slot that were found damaged and mended."""
+        self._metrics.repairs.inc(chunks)
+
+    def heartbeat(self, arrived: bool) -> None:
+        """Note that a heartbeat was sent, or was not."""
+        self._metrics.heartbeats.labels("sent" if arrived else "failed").inc()
+
+    def _observe(self, stages: Mapping[str, float], *, before: Mapping[str, float]) -> None:
+        self._stages = {**before, **stages}
         for name, seconds in stages.items():
-            self._seconds.labels(name).observe(seconds)
+            self._metrics.seconds.labels(name).observe(seconds)
 
     def failed(self, error: DeltastoreError) -> None:
         """Note a failure; the receiver is degraded until a pass succeeds."""
         self.error = error
-        self._failures.labels(error.kind).inc()
+        self._metrics.failures.labels(error.kind).inc()
         self._state = "degraded"
+
+    def retries(self, of: Literal["pass", "request"], *, pause: float, failures: int = 0) -> None:
+        """Note that a pass, or a request to the store, is tried again after so many seconds."""
+        self._metrics.retries.labels(of).inc()
+        if of == "pass":
+            self._failed_passes, self._next_try = failures, time.monotonic() + pause
 
     def succeeded(self) -> None:
         """Note a pass without an error."""
         self.error = None
+        self._failed_passes = 0
         self._updated = time.monotonic()
 
     # What others see
 
     @property
     def ready(self) -> bool:
-        """Whether the engine serves the wanted version."""
-        return self.target is not None and self.serving == self.target
+        """Whether the engine serves the wanted version: the live one, while following is paused."""
+        wanted = self.version if self._paused else self.target
+        return wanted is not None and self.serving == wanted
+
+    @property
+    def lag(self) -> int | None:
+        """Versions between what is held and what is wanted; negative on the way back."""
+        return None if self.target is None or self.version is None else self.target - self.version
 
     def record(self) -> dict[str, Any]:
         """Return everything as the JSON of `/status`."""
-        lag = None if self.target is None or self.version is None else self.target - self.version
-        error = self.error
+        error, instant = self.error, time.monotonic()
         return {
             **self._fixed,
             "stream_id": self.stream_id,
+            "receiver_id": self.receiver_id,
+            "group": self.group,
             "state": self._state,
             "ready": self.ready,
             "version": self.version,
             "serving": self.serving,
+            "wanted": self._wanted,
+            "pinned": self._pinned,
+            "paused": self._paused,
             "target": self.target,
-            "lag": lag,
+            "target_age": self._target_age,
+            "lag": self.lag,
             "progress": self._progress,
             "stages": self._stages,
             "last_update": self._last,
             "last_activation": self._activation,
-            "seconds_since_success": time.monotonic() - self._updated,
+            "seconds_since_success": instant - self._updated,
+            "failed_passes": self._failed_passes,
+            "next_try_in": max(0.0, self._next_try - instant) if self._failed_passes else None,
             "error": None if error is None else {"kind": error.kind, "message": str(error), "hint": error.hint},
         }
 
+    def heartbeat_record(self, *, every: float) -> Heartbeat | None:
+        """Return what the fleet may see, or ``None`` before there is anything to tell."""
+        if self.stream_id is None or self.receiver_id is None:
+            return None
+        return Heartbeat(
+            stream_id=self.stream_id,
+            receiver_id=self.receiver_id,
+            host=re.sub(r"[^ -~]", "?", self._fixed["host"])[:255] or "?",
+            group=self.group,
+            version=self.version,
+            target=self.target,
+            state=self._state,
+            pinned=self._pinned,
+            paused=self._paused,
+            stages=self._stages,
+            software=f"deltastore {__version__}",
+            every=every,
+            sent_at=now(),
+        )
+
+    @property
+    def _target_age(self) -> float | None:
+        return None if self.target_created_at is None else seconds_since(self.target_created_at)
+
     def metrics(self) -> bytes:
         """Return everything in Prometheus' text format."""
-        self._version_gauge.set(-1 if self.version is None else self.version)
-        self._target_gauge.set(-1 if self.target is None else self.target)
-        self._ready_gauge.set(self.ready)
-        self._contact_gauge.set(time.monotonic() - self._updated)
-        return generate_latest(self.registry)
+        return self._metrics.text(
+            version=self.version,
+            target_version=self.target,
+            lag_versions=self.lag,
+            target_age_seconds=self._target_age,
+            ready=self.ready,
+            pinned=self._pinned is not None,
+            paused=self._paused,
+            seconds_since_success=time.monotonic() - self._updated,
+        )
+
+
+class Controlled(Protocol):
+    """What the server passes on: ``Receiver`` is one. Those that write raise ``DeltastoreError``."""
+
+    def wake(self) -> None:
+        """Look at the store now."""
+        ...
+
+    def pin(self, target: str) -> Control:
+        """Follow another target."""
+        ...
+
+    def pause_following(self) -> Control:
+        """Stay at what is live."""
+        ...
+
+    def resume_following(self) -> Control:
+        """Follow again."""
+        ...
+
+
+class _Pin(msgspec.Struct, forbid_unknown_fields=True):
+    version: VersionNumber | str
 
 
 class StatusServer(HttpServer):
-    """Serves a ``Status`` over HTTP from a thread of its own."""
+    """Serves a ``Status`` over HTTP from a thread of its own, and passes on what operators tell a receiver."""
 
-    def __init__(self, status: Status, listen: str, *, token: str | None, wake: Callable[[], None]) -> None:
+    def __init__(self, status: Status, listen: str, *, token: str | None, receiver: Controlled) -> None:
         super().__init__(listen, token=token, token_name="RECEIVER_TOKEN", name="status")  # noqa: S106 - a name
         self._status = status
-        self._wake = wake
+        self._receiver = receiver
 
     def _app(self) -> ASGIApp:
         from starlette.applications import Starlette  # noqa: PLC0415 - only a daemon serves
         from starlette.responses import JSONResponse, PlainTextResponse  # noqa: PLC0415
         from starlette.routing import Route  # noqa: PLC0415
 
-        def endpoint(answer: Callable[[], Response]) -> Callable[[Request], Any]:
+        def page(path: str, answer: Callable[[], Response]) -> Route:
             async def endpoint(_request: Request) -> Response:
                 return answer()
 
-            return endpoint
+            return Route(path, endpoint)
 
         def ready() -> Response:
             return JSONResponse({"ready": self._status.ready}, status_code=200 if self._status.ready else 503)
 
-        def wake() -> Response:
-            self._wake()
-            return JSONResponse({"woken": True})
+        def order(path: str, obey: Callable[[bytes], dict[str, Any]]) -> Route:
+            async def endpoint(request: Request) -> Response:
+                code, answer = await _obey(request, obey)
+                return JSONResponse(answer, status_code=code)
+
+            return Route(path, endpoint, methods=["POST"])
+
+        def wake(_body: bytes) -> dict[str, Any]:
+            self._receiver.wake()
+            return {"woken": True}
 
         return Starlette(
             routes=[
-                Route("/healthz", endpoint(lambda: PlainTextResponse("ok\n"))),
-                Route("/readyz", endpoint(ready)),
-                Route("/status", endpoint(lambda: JSONResponse(self._status.record()))),
-                Route("/metrics", endpoint(lambda: PlainTextResponse(self._status.metrics()))),
-                Route("/wake", endpoint(wake), methods=["POST"]),
+                page("/healthz", lambda: PlainTextResponse("ok\n")),
+                page("/readyz", ready),
+                page("/status", lambda: JSONResponse(self._status.record())),
+                page("/metrics", lambda: PlainTextResponse(self._status.metrics())),
+                order("/wake", wake),
+                order("/pin", lambda body: _told(self._receiver.pin(_pin_target(body)))),
+                order("/pause-following", lambda _body: _told(self._receiver.pause_following())),
+                order("/resume-following", lambda _body: _told(self._receiver.resume_following())),
             ]
         )
+
+
+async def _obey(request: Request, obey: Callable[[bytes], dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Carry out an order in a thread of its own, for it may wait for a disk."""
+    from starlette.concurrency import run_in_threadpool  # noqa: PLC0415 - only a daemon serves
+
+    if "origin" in request.headers:  # a browser's: a page from anywhere must not steer the receiver of this host
+        return 403, {"error": {"kind": "usage", "message": "Web pages give no orders.", "hint": None}}
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY:
+            return 413, {"error": {"kind": "usage", "message": "That is too long.", "hint": None}}
+    try:
+        return 200, await run_in_threadpool(obey, body)
+    except DeltastoreError as error:
+        code = 400 if isinstance(error, UsageError) else 503
+        return code, {"error": {"kind": error.kind, "message": str(error), "hint": error.hint}}
+
+
+def _pin_target(body: bytes) -> str:
+    try:
+        target = str(msgspec.json.decode(body, type=_Pin).version)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UsageError(
+            f"That is no pin: {error}.", hint='Send {"version": N}, {"version": "latest"} or {"version": "tag:NAME"}.'
+        ) from error
+    check_target(target)
+    return target
+
+
+def _told(control: Control) -> dict[str, Any]:
+    return {"pinned": control.pinned, "paused": control.paused}

@@ -180,15 +180,16 @@ def _warm_up() -> None:
     from deltastore.codec.taking import warm_up_taking  # noqa: PLC0415
     from deltastore.digest import hasher  # noqa: PLC0415
 
-    for name in ("init", "publish", "log", "show", "plan", "restore", "check", "anchor", "compact", "keygen"):
+    for name in ("init", "publish", "log", "show", "plan", "restore", "check", "anchor", "compact", "keygen", "fleet"):
         import_module(f"deltastore.cli.{name}")
-    for name in ("run", "once", "status", "cache", "verify"):
+    for name in ("run", "once", "status", "pin", "pause_following", "resume_following", "cache", "verify"):
         import_module(f"receiver.cli.{name}")
     for name in (
         "deltastore.fork",
         "deltastore.writer",
         "deltastore.fsck",
         "deltastore.compact",
+        "receiver.config",
         "receiver.daemon",
         "receiver.status",
         "receiver.cache_server",

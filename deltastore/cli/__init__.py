@@ -24,6 +24,7 @@ _VERBS = {
     "gc": "Remove what nothing needs any more.",
     "anchor": "Store a version whole, so that new receivers start there.",
     "compact": "Add skip deltas, anchors and log segments for those far behind.",
+    "fleet": "Show what each receiver last said of itself.",
     "probe": "Try whether a place keeps what a store needs.",
     "keygen": "Make a key that signs a stream.",
 }

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,14 @@ class LazyGroup(click.Group):
 
 def run(group: click.Group) -> int:
     """Run a command line; returns the exit code. Errors become two sentences on standard error."""
+    code = _run(group)
+    # It is decided how this ends: an interrupt while Python itself ends could only add a traceback.
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
+
+
+def _run(group: click.Group) -> int:
     debug = "--debug" in sys.argv
     try:
         code = group.main(standalone_mode=False)

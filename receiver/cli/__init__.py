@@ -13,6 +13,9 @@ _VERBS = {
     "run": "Follow a stream: keep a checkpoint and an engine at the wanted version.",
     "once": "Bring a checkpoint and an engine to the wanted version, then exit.",
     "status": "Ask a running receiver how it is.",
+    "pin": "Have a running receiver follow another version.",
+    "pause-following": "Have a running receiver stay at what is live.",
+    "resume-following": "Have a running receiver follow again.",
     "cache": "Serve a store's parts to a site, each fetched once.",
     "verify": "Hash a checkpoint's live slot and compare.",
 }

@@ -6,8 +6,8 @@ import logging
 import os
 import resource
 import signal
-import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import click
 
@@ -36,21 +36,23 @@ def command(store: str, cache: Path, cache_bytes: int | None, listen: str, stora
     from deltastore.storage.cache_client import TOKEN_NAME  # noqa: PLC0415
     from deltastore.storage.cache_directory import CacheDirectory  # noqa: PLC0415
     from receiver.cache_server import CacheServer  # noqa: PLC0415
+    from receiver.daemon import wait_unless  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     log = logging.getLogger("receiver")
-    stopping = threading.Event()
+    stopping: SimpleQueue[None] = SimpleQueue()  # an Event's lock would not bear a signal's handler
     seen: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
         seen.append(number)
-        stopping.set()
+        stopping.put(None)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
 
     def sleep(seconds: float) -> None:
-        if stopping.wait(seconds):
+        wait_unless(lambda: bool(seen), seconds)
+        if seen:
             raise StorageError("The cache server was told to stop.", transient=False)
 
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -64,6 +66,6 @@ def command(store: str, cache: Path, cache_bytes: int | None, listen: str, stora
         except DeltastoreError as error:
             # Receivers do without a cache that has nothing; the store may come, or come back.
             log.warning("%s It is served as soon as it is there.", error)
-        stopping.wait()
+        stopping.get()
     close_backend(backend)
     return _INTERRUPTED if signal.SIGINT in seen else 0

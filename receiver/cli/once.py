@@ -8,21 +8,22 @@ import click
 
 from deltastore.cli.app import emit, json_option
 
-from .options import options_from, receiver_options
+from .options import make_receiver, receiver_options, show_settings, with_environment
 
 __all__ = ["command"]
 
 
+@with_environment
 @click.command("once")
 @receiver_options
 @json_option
-def command(as_json: bool, **values: Any) -> None:
+def command(as_json: bool, print_config: bool, **values: Any) -> None:
     """Bring a checkpoint and an engine to the wanted version, then exit."""
-    from receiver.daemon import Receiver  # noqa: PLC0415 - heavy, and --help does without
-    from receiver.status import Status  # noqa: PLC0415
-
-    status = Status(store=values["store"], checkpoint=str(values["checkpoint"]), target=values["target"])
-    Receiver(options_from(**values), status).once()
+    if print_config:
+        show_settings(values)
+        return
+    receiver, status = make_receiver(**values)
+    receiver.once()
     record = status.record()
     if as_json:
         emit(record)

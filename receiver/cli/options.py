@@ -10,13 +10,34 @@ import click
 from deltastore.cli.app import cache_options, debug_option, key_value_option, storage_options, trusted_keys_option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from receiver.daemon import Options
+    from receiver.daemon import Receiver
+    from receiver.status import Status
 
-__all__ = ["options_from", "receiver_options"]
+__all__ = ["make_receiver", "receiver_options", "show_settings", "with_environment"]
+
+
+def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+    if path is not None:
+        from receiver.config import read_settings  # noqa: PLC0415 - --help does without
+
+        known = {parameter.name for parameter in context.command.params}
+        context.default_map = {name: value for name, value in read_settings(path).items() if name in known}
+
 
 _SHARED = (
+    click.option(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        envvar="RECEIVER_CONFIG",
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="Settings as TOML; flags and RECEIVER_… variables go before them.",
+    ),
+    click.option("--print-config", is_flag=True, help="Print the settings in effect as TOML, and exit."),
     click.option("--store", required=True, metavar="URL", help="The store to follow."),
     click.option("--checkpoint", required=True, metavar="DIR", type=Path, help="The local checkpoint; becomes a link."),
     click.option("--base", metavar="DIR", type=Path, help="A checkpoint of the stream to start from."),
@@ -30,8 +51,26 @@ _SHARED = (
     cache_options,
     trusted_keys_option,
     storage_options,
+    click.option(
+        "--log-format",
+        type=click.Choice(["human", "json"]),
+        default="human",
+        show_default=True,
+        help="How the log is written.",
+    ),
+    click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        show_default=True,
+        help="What is logged.",
+    ),
     debug_option,
 )
+
+#: Not called like the parameter.
+_VARIABLES = {"cache_bytes": "RECEIVER_CACHE_SIZE", "receiver_id": "RECEIVER_ID"}
+_NO_SETTINGS = frozenset({"config", "print_config", "as_json", "debug"})
 
 
 def receiver_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,8 +80,28 @@ def receiver_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def options_from(**values: Any) -> Options:
-    """Make the daemon's options from the command line's."""
-    from receiver.daemon import Options  # noqa: PLC0415 - heavy, and --help does without
+def with_environment(command: click.Command) -> click.Command:
+    """Let each setting be given by a variable, too: ``RECEIVER_STORE`` for ``--store``."""
+    for parameter in command.params:
+        if parameter.name is not None and parameter.name not in _NO_SETTINGS:
+            parameter.envvar = _VARIABLES.get(parameter.name, f"RECEIVER_{parameter.name.upper()}")
+    return command
 
-    return Options(**values)
+
+def show_settings(values: Mapping[str, Any]) -> None:
+    """Print what is in effect."""
+    from receiver.config import effective  # noqa: PLC0415 - heavy, and --help does without
+
+    click.echo(effective(values), nl=False)
+
+
+def make_receiver(*, heartbeat: float | None = None, **values: Any) -> tuple[Receiver, Status]:
+    """Make the daemon, and its log, of a command line's settings."""
+    from receiver.config import shown_url  # noqa: PLC0415 - heavy, and --help does without
+    from receiver.daemon import Options, Receiver  # noqa: PLC0415
+    from receiver.logs import set_up_logs  # noqa: PLC0415
+    from receiver.status import Status  # noqa: PLC0415
+
+    set_up_logs(values.pop("log_format"), values.pop("log_level"))
+    status = Status(store=shown_url(values["store"]), checkpoint=str(values["checkpoint"]), target=values["target"])
+    return Receiver(Options(**values, heartbeat=heartbeat), status), status

@@ -6,15 +6,19 @@ import logging
 import math
 import os
 import signal
+import threading
+from queue import SimpleQueue
 from typing import Any
 
 import click
 
-from .options import options_from, receiver_options
+from .options import make_receiver, receiver_options, show_settings, with_environment
 
 __all__ = ["command"]
 
 _INTERRUPTED = 130
+#: A request that hangs, or a disk, has so many seconds to let go after a signal.
+_GRACE_SECONDS = 7.0
 
 
 def _finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
@@ -23,6 +27,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float) 
     return value
 
 
+@with_environment
 @click.command("run")
 @receiver_options
 @click.option(
@@ -36,24 +41,53 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float) 
 @click.option(
     "--listen", default="127.0.0.1:9310", show_default=True, metavar="HOST:PORT", help="Where status is served."
 )
-def command(listen: str, **values: Any) -> int:
+@click.option("--group", metavar="NAME", help="What this receiver belongs to, for `deltastore fleet`.")
+@click.option("--receiver-id", metavar="ID", help="Its name in the fleet (default: made once, and kept).")
+@click.option("--heartbeat/--no-heartbeat", default=True, help="Leave word in the store for `deltastore fleet`.")
+@click.option(
+    "--heartbeat-every",
+    type=click.FloatRange(5, 86400),
+    default=30.0,
+    show_default=True,
+    callback=_finite,
+    help="Seconds between heartbeats while nothing changes.",
+)
+def command(print_config: bool, **values: Any) -> int:
     """Follow a stream until SIGTERM: keep a checkpoint and an engine at the wanted version."""
-    from receiver.daemon import Receiver  # noqa: PLC0415 - heavy, and --help does without
-    from receiver.status import Status, StatusServer  # noqa: PLC0415
+    if print_config:
+        show_settings(values)
+        return 0
+    from receiver.logs import tell  # noqa: PLC0415 - heavy, and --help does without
+    from receiver.status import StatusServer  # noqa: PLC0415
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    status = Status(store=values["store"], checkpoint=str(values["checkpoint"]), target=values["target"])
-    receiver = Receiver(options_from(**values), status)
+    listen, every = values.pop("listen"), values.pop("heartbeat_every")
+    receiver, status = make_receiver(**{**values, "heartbeat": every if values["heartbeat"] else None})
     seen: list[int] = []
+    asked: SimpleQueue[None] = SimpleQueue()  # an Event's lock would not bear a signal's handler
+    ended = threading.Event()
 
     def stop(number: int, _frame: object) -> None:
         seen.append(number)
         receiver.stop()
+        asked.put(None)
 
+    def code() -> int:
+        return _INTERRUPTED if signal.SIGINT in seen else 0
+
+    def see_to_the_end() -> None:
+        """End the process if it does not end by itself: the live slot bears that at any instant, an engine does not."""
+        asked.get()
+        if not ended.wait(_GRACE_SECONDS):
+            receiver.hold_activations()
+            tell("abandoned", "Stopped; something that hangs was not waited for.", level=logging.WARNING)
+            logging.shutdown()
+            os._exit(code())
+
+    threading.Thread(target=see_to_the_end, name="end", daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    with StatusServer(status, listen, token=os.environ.get("RECEIVER_TOKEN"), wake=receiver.wake) as server:
-        logging.getLogger("receiver").info("Listening on %s.", server.url)
+    with StatusServer(status, listen, token=os.environ.get("RECEIVER_TOKEN"), receiver=receiver) as server:
+        tell("listening", f"Listening on {server.url}.", url=server.url)
         receiver.run(url=server.url)
-    return _INTERRUPTED if signal.SIGINT in seen else 0
+    ended.set()
+    return code()

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from deltastore.cli.app import debug_option, emit, json_option
-from deltastore.errors import StorageError
+
+from .asking import ask, url_option
 
 __all__ = ["command"]
 
+_SHOWN = (
+    "state", "ready", "version", "serving", "target", "lag", "wanted", "pinned", "paused", "store", "checkpoint",
+    "stream_id", "receiver_id", "seconds_since_success",
+)  # fmt: skip
+
 
 @click.command("status")
-@click.option("--url", default="http://127.0.0.1:9310", show_default=True, help="Where the receiver listens.")
+@url_option
 @json_option
 @debug_option
 def command(url: str, as_json: bool) -> None:
     """Ask a running receiver how it is; exits with 1 when it is not ready."""
-    import httpx  # noqa: PLC0415 - --help does without
-
-    token = os.environ.get("RECEIVER_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        answer = httpx.get(f"{url.rstrip('/')}/status", headers=headers, timeout=5, trust_env=False)
-        answer.raise_for_status()
-        record = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise StorageError(
-            f"No receiver answers at {url}: {error}.", key=url, hint="Start it with `receiver run`, or give its --url."
-        ) from error
+    record = ask(url, "GET", "/status")
     if as_json:
         emit(record)
     else:
-        for name in ("state", "ready", "version", "serving", "target", "lag", "store", "checkpoint", "stream_id"):
-            click.echo(f"{name:12} {record[name]}")
+        for name in _SHOWN:
+            value = record[name]
+            click.echo(f"{name:22} {f'{value:.1f}' if isinstance(value, float) else value}")
         stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in record["stages"].items())
-        click.echo(f"{'stages':12} {stages}")
+        click.echo(f"{'stages':22} {stages}")
         if record["error"]:
-            click.echo(f"{'error':12} {record['error']['message']}")
+            click.echo(f"{'error':22} {record['error']['message']}")
+            if record["error"]["hint"]:
+                click.echo(f"{'':22} Try: {record['error']['hint']}")
     if not record["ready"]:
         raise click.exceptions.Exit(1)

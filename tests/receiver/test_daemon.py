@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -376,6 +377,34 @@ def test_an_engine_that_restarts_between_two_polls_is_loaded_again_before_ready(
         assert seen == [False]
 
 
+@pytest.mark.parametrize("obstacle", ["store", "part", "version", "pin"])
+def test_an_engine_that_restarts_is_loaded_again_whatever_stands_in_the_way_of_a_new_version(
+    run, engine, obstacle, monkeypatch
+):
+    if obstacle == "pin":
+        run.receiver().once()
+        (run.root / "host" / "live.slots" / "control.json").write_bytes(b"damaged")
+    with run.running(poll=0.01) as made:
+        training.until(lambda: made.status.serving == 1)
+
+        def refuse(*_, **__):
+            raise StorageError("nobody answers")
+
+        if obstacle == "store":
+            monkeypatch.setattr(type(made._store.backend), "read", refuse)
+        elif obstacle == "part":
+            monkeypatch.setattr(made._patcher, "move_to", refuse)
+            run.publish()
+        elif obstacle == "version":
+            made.pin("9")
+        training.until(lambda: made.status.error is not None)
+        served = len(engine.served)
+        engine.restart()
+        training.until(lambda: made.status.serving == 1 and len(engine.served) > served)
+        assert engine.version == "1"
+        assert made.status.error is not None
+
+
 @pytest.mark.parametrize("moment", ["pause", "load", "confirm", "resume", "info"])
 def test_an_engine_that_restarts_in_any_moment_is_loaded_and_confirmed_again(run, engine, moment):
     with run.running() as made:
@@ -606,8 +635,9 @@ def test_an_address_that_is_not_loopback_needs_a_token(run, started, commands):
 def test_a_token_is_asked_for_on_every_page(run):
     status = Status(store="s", checkpoint="c", target="latest")
     woken = threading.Event()
+    told = SimpleNamespace(wake=woken.set)
     with (
-        StatusServer(status, "127.0.0.1:0", token="secret", wake=woken.set) as server,  # noqa: S106 - a test's
+        StatusServer(status, "127.0.0.1:0", token="secret", receiver=told) as server,  # noqa: S106 - a test's
         httpx.Client(base_url=server.url, trust_env=False) as client,
     ):
         pages = [("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/status"), ("GET", "/metrics"), ("POST", "/wake")]

@@ -6,7 +6,7 @@ import pytest
 import training
 
 from deltastore import Writer, open_store
-from deltastore.errors import UsageError, VersionNotFound
+from deltastore.errors import StreamMismatch, UsageError, VersionNotFound
 from deltastore.reader import store_at
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import FaultyBackend
@@ -56,6 +56,21 @@ def test_a_number_is_kept(url):
         writer.publish(training.small_snapshot(9)).result()
     assert later.wanted().version == 3
     assert follower.wanted().version == 1
+
+
+def test_a_store_rolled_back_is_told_at_each_poll_until_it_is_mended(url):
+    follower = Follower(open_store(url), "latest")
+    assert follower.wanted().version == 2
+    newest = url / "manifests" / "0000000002.json"
+    data = newest.read_bytes()
+    newest.unlink()
+    for _ in range(29):
+        assert follower.wanted().version == 2
+    for _ in range(3):
+        with pytest.raises(StreamMismatch):
+            follower.wanted()
+    newest.write_bytes(data)
+    assert follower.wanted().version == 2
 
 
 @pytest.mark.parametrize("target", ["", "newest", "-1", "1.0", "²", " 1", "LATEST"])

@@ -149,12 +149,21 @@ def test_a_damaged_digest_table_is_never_believed(slots: Slots) -> None:
 def test_only_one_holds_the_lock_and_the_second_is_told_who(slots: Slots, tmp_path: Path) -> None:
     slots.lock(url="http://127.0.0.1:1")
     second = Slots(tmp_path / "model")
-    with pytest.raises(SlotError, match=f'"pid":{os.getpid()}'):
+    with pytest.raises(SlotError, match=rf"process {os.getpid()} on \S+, since 20\S+Z, at http://127.0.0.1:1"):
         second.lock()
     slots.unlock()
     second.lock()
     assert msgspec.json.decode((slots.directory / "lock").read_bytes())["url"] is None
     second.unlock()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"pid":"x","host":1}'])
+def test_a_holder_that_does_not_say_who_it_is_still_holds(slots: Slots, tmp_path: Path, damage: bytes) -> None:
+    slots.lock()
+    (slots.directory / "lock").write_bytes(damage)
+    with pytest.raises(SlotError, match="did not say who it is"):
+        Slots(tmp_path / "model").lock()
+    slots.unlock()
 
 
 def test_a_place_that_cannot_be_locked_is_told(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
