@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from contextlib import contextmanager, suppress
