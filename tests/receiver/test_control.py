@@ -40,7 +40,7 @@ def test_every_flipped_bit_and_every_cut_is_found(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [{"format": 2}, {"format": 1, "pinned": "../x"}, {"format": 1, "paused": 1}, [], {"format": 1, "pinned": 3}],
+    [{"format": 3}, {"format": 1, "pinned": "../x"}, {"format": 1, "paused": 1}, [], {"format": 1, "pinned": 3}],
 )
 def test_what_has_a_digest_and_makes_no_sense_is_refused(tmp_path, content):
     path = tmp_path / "control.json"
