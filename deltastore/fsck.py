@@ -341,9 +341,13 @@ def _replay_route(store: Store, route: Route, table: Digests | None, report: Rep
 
     Returns those that it leads to, or ``None`` when it does not lead to its version.
     """
-    schema = store.schema()
     found = _read_parts(store, route, report)
     if found is None:
+        return None
+    try:
+        schema = store.schema()
+    except DeltastoreError as error:
+        report.add(error, route_key(route.version, route.attempt_id))
         return None
     after = np.zeros((schema.chunks, store.hash.size), np.uint8) if table is None else table.copy()
     for part in found:

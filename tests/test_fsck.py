@@ -6,10 +6,14 @@ import pytest
 import training
 
 from deltastore import Writer, open_store
+from deltastore.compact import anchor
 from deltastore.errors import StoreNotFound
 from deltastore.fsck import check
+from deltastore.gc import collect, forget
 from deltastore.manifest import manifest_key
+from deltastore.policy import Policy
 from deltastore.storage.local import LocalBackend
+from deltastore.tags import set_tag
 
 
 @pytest.fixture
@@ -76,3 +80,33 @@ def test_a_stray_manifest_with_a_large_number_is_named_and_not_counted_up_to(url
 def test_where_there_is_no_store_it_says_so(tmp_path):
     with pytest.raises(StoreNotFound):
         check(LocalBackend(tmp_path / "nothing"))
+
+
+@pytest.fixture
+def rich(url):
+    """The same store with every other kind of object: an anchor, a tag, a retention record."""
+    store = open_store(url)
+    anchor(store, 2)
+    set_tag(store, "good", 1)
+    forget(store, Policy(keep_last=2))
+    return url
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "remove"])
+def test_a_check_tells_of_any_one_damaged_object_and_raises_nothing(how, rich):
+    assert found(rich, read_data=True) == set()
+    let_go = {doomed.key for doomed in collect(open_store(rich), dry_run=True, grace=0).objects}
+    for path in sorted(path for path in rich.rglob("*") if path.is_file() and path.name != "LATEST"):
+        key, content = path.relative_to(rich).as_posix(), path.read_bytes()
+        if how == "remove":
+            path.unlink()
+        else:
+            flipped = bytes([content[0] ^ 4]) + content[1:]
+            path.write_bytes({"flip": flipped, "cut": content[:-1], "empty": b""}[how])
+        problems = found(rich, read_data=True)
+        path.write_bytes(content)
+        # A record that is gone whole never was; a note for people proves nothing.
+        records = ("retention/", "tags/", manifest_key(3))
+        never_was = how == "remove" and (key.startswith(records) or key.endswith("route.json"))
+        if not never_was and not key.endswith("begun.json") and key not in let_go:
+            assert problems, key
