@@ -6,7 +6,6 @@ snapshot: the shadow, ahead of the store while a version is on its way, is led b
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from .anchoring import Anchoring
 from .attempt import Attempt
@@ -37,14 +35,13 @@ from .errors import (
     VersionConflict,
     WriterFenced,
 )
+from .fields import checked_metadata, checked_step
 from .init import create_stream
 from .intake import Intake
 from .manifest import (
     FORMAT,
     LATEST_KEY,
     MAX_MANIFEST_BYTES,
-    MAX_METADATA_BYTES,
-    MAX_STEP,
     MODEL,
     Component,
     LatestHint,
@@ -310,8 +307,8 @@ class Writer:
         """
         self._settle()
         started = time.perf_counter()
-        fields = _checked_metadata(metadata or {})
-        count = _checked_step(step)
+        fields = checked_metadata(metadata or {})
+        count = checked_step(step)
         self._shadow.held = self._anchoring is not None and self._anchoring.busy
         attempt = self._attempt()
         intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
@@ -516,38 +513,3 @@ class Writer:
 
 def _nothing() -> None:
     pass
-
-
-def _checked_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    if not isinstance(metadata, Mapping):
-        raise PublishError(f"The metadata is a {type(metadata).__name__}.", hint="Give a mapping of names to scalars.")
-    fields: dict[str, Scalar] = {}
-    for name, value in metadata.items():
-        plain = value.item() if isinstance(value, np.generic) else value
-        if not isinstance(name, str) or not isinstance(plain, (str, int, float, bool, type(None))):
-            raise PublishError(
-                f"The metadata field {name!r} is a {type(value).__name__}.",
-                hint="Metadata fields are strings, numbers, true, false or none.",
-            )
-        if isinstance(plain, int) and not -(2**63) <= plain < 2**63:
-            raise PublishError(f"The metadata field {name!r} is beyond 64 bits.")
-        # JSON has no infinities: a loss that went wrong must not stop the run, so they are kept as words.
-        fields[name] = str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
-    try:
-        size = len(msgspec.json.encode(fields))
-    except UnicodeEncodeError as error:
-        raise PublishError(f"The metadata has text that is not Unicode: {error}.") from error
-    if size > MAX_METADATA_BYTES:
-        raise PublishError(f"The metadata is larger than {MAX_METADATA_BYTES} bytes.")
-    return fields
-
-
-def _checked_step(step: object) -> int | None:
-    plain = step.item() if isinstance(step, np.generic) else step
-    if plain is None:
-        return None
-    if not isinstance(plain, int) or isinstance(plain, bool) or abs(plain) > MAX_STEP:
-        raise PublishError(
-            f"The step {step!r} is no whole number within 62 bits.", hint="Give the trainer's own count."
-        )
-    return plain
