@@ -15,6 +15,7 @@ from deltastore.errors import (
     StoreNotFound,
     VersionNotFound,
 )
+from deltastore.limits import Bandwidth, Limits, within_budget
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
@@ -22,6 +23,7 @@ from .activation import Weights, activate
 from .engines import make_engine
 from .follower import Follower
 from .patcher import Patcher
+from .priority import Priority
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an operator decides. ``poll`` is in seconds."""
+    """What an operator decides. ``poll`` is in seconds, ``max_bandwidth`` in bytes a second."""
 
     store: str
     checkpoint: Path
@@ -65,6 +67,10 @@ class Options:
     cache_bytes: int | None = None
     trusted_keys: tuple[str, ...] | None = None
     workers: int | None = None
+    max_bandwidth: int | None = None
+    memory_budget: int | None = None
+    nice: int | None = None
+    io_priority: str | None = None
 
 
 class Receiver:
@@ -82,6 +88,26 @@ class Receiver:
         self._woken = threading.Event()
         self._confirmed: tuple[str, str] | None = None  # incarnation and version that the engine last confirmed
         self._refused: set[str] = set()  # commit ids that the engine could not load
+        self._priority = Priority(nice=options.nice, io=options.io_priority)
+        self._limits = self._share_out()
+
+    def _share_out(self) -> Limits:
+        options = self._options
+        rate = options.max_bandwidth
+        bandwidth = None if rate is None else Bandwidth(rate, sleep=self._throttle)
+        if options.memory_budget is None:
+            return Limits(workers=options.workers, bandwidth=bandwidth)
+        return within_budget(
+            options.memory_budget,
+            workers=options.workers,
+            cores=default_workers(),
+            whole_parts=options.cache is not None,
+            bandwidth=bandwidth,
+        )
+
+    def _throttle(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise Stopped
 
     # From other threads
 
@@ -177,12 +203,13 @@ class Receiver:
             store,
             self._slots,
             base=self._options.base,
-            workers=self._options.workers or default_workers(),
+            workers=self._limits.workers or default_workers(),
+            limits=self._limits,
             progress=self._progress,
         )
         self._status.stream_id = store.stream_id
         self._status.enter("starting")
-        live = self._patcher.adopt()
+        live = self._priority.run(self._patcher.adopt, leave=self.stop)
         if live is not None:
             self._status.version = live.record.version
         self._status.succeeded()
@@ -198,12 +225,16 @@ class Receiver:
         self._status.target = wanted.version
         live = self._slots.live()
         if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
-            live = self._patch(wanted)
+            live, wanted = self._patch(wanted)
         self._serve(live, wanted)
 
-    def _patch(self, wanted: Manifest) -> LiveSlot:
+    def _patch(self, wanted: Manifest) -> tuple[LiveSlot, Manifest]:
+        """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
         self._status.enter("patching")
-        patched = self._patcher.move_to(wanted)
+        patched = self._priority.run(
+            lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
+        )
+        self._status.target = patched.end
         live = self._slots.live()
         assert live is not None  # noqa: S101 - move_to has just made it live
         self._status.patched(patched)
@@ -214,7 +245,7 @@ class Receiver:
             patched.fetched_bytes,
             ", ".join(f"{name} {seconds:.3f} s" for name, seconds in patched.stages.items()),
         )
-        return live
+        return live, patched.target
 
     def _serve(self, live: LiveSlot, wanted: Manifest) -> None:
         """Make sure that the engine serves the live slot.
