@@ -89,8 +89,9 @@ class Fetch:
     """The parts of a plan on their way, from the moment that this is made.
 
     ``wait`` blocks until one is here; it is parsed once, and forgotten when its chunks are followed. ``all_here`` is
-    called with this, once, in the ``wait`` that finds that the last part has come; it may raise. Leaving the context waits for
-    requests that run, and begins no other. Half-fetched parts in ``spool`` that the plan does not need are removed.
+    called with this, once, in the ``wait`` that finds that the last part has come; it may raise. Leaving the context
+    waits for requests that run, and begins no other. Half-fetched parts in ``spool`` that the plan does not need are
+    removed.
     """
 
     def __init__(
