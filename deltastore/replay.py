@@ -175,7 +175,7 @@ def _windows(plan: Plan, chunks: int, *, rows: int | None = None) -> Iterator[ra
     A step has at most one row for a chunk.
     """
     least = max(_LEAST_WINDOW_CHUNKS, chunks // _WINDOWS)
-    most = chunks if rows is None else max(_LEAST_WINDOW_CHUNKS, rows // max(len(plan.steps), 1))
+    most = max(_LEAST_WINDOW_CHUNKS, chunks if rows is None else rows // max(len(plan.steps), 1))
     cuts = [0]
     for first in sorted({part.first for step in plan.steps for part in step.parts}):
         if first - cuts[-1] >= least and chunks - first >= least:
