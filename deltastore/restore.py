@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, UsageError
+from .limits import Bandwidth, Limits
 from .manifest import FILES
 from .materialize import DirectoryWriter, sync_directory, write_file
 from .patch import default_workers
@@ -121,6 +122,7 @@ def restore(
     *,
     base: str | Path | None = None,
     workers: int | None = None,
+    max_bandwidth: int | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """See ``Store.restore``."""
@@ -141,6 +143,7 @@ def restore(
         raise disk_error(error, directory) from error
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
+    limits = Limits(bandwidth=None if max_bandwidth is None else Bandwidth(max_bandwidth))
     planner = Planner(store)
     plan = planner.plan(source.version if source else None, version)
     name = os.fsencode(directory.name)[:200].decode("utf-8", "ignore")  # room for what is added
@@ -152,7 +155,7 @@ def restore(
         def build(plan: Plan) -> None:
             _remove(draft)
             _make_directory(draft)
-            with Fetch(store, plan, spool, progress=progress) as fetch:
+            with Fetch(store, plan, spool, limits=limits, progress=progress) as fetch:
                 build_checkpoint(fetch, source, draft, workers=threads, progress=progress)
 
         planner.follow(plan, build)

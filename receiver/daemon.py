@@ -24,6 +24,7 @@ from deltastore.errors import (
     VersionNotFound,
 )
 from deltastore.heartbeat import Heartbeat, is_receiver_id, is_word
+from deltastore.limits import Bandwidth, Limits, within_budget
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
@@ -34,6 +35,7 @@ from .fleet import Heartbeats, own_id
 from .follower import Follower, check_target
 from .logs import tell
 from .patcher import Patcher
+from .priority import Priority
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -65,7 +67,10 @@ class _Overtaken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an operator decides. ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent)."""
+    """What an operator decides. Sizes are in bytes, ``max_bandwidth`` in bytes a second.
+
+    ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent).
+    """
 
     store: str
     checkpoint: Path
@@ -80,6 +85,10 @@ class Options:
     cache_bytes: int | None = None
     trusted_keys: tuple[str, ...] | None = None
     workers: int | None = None
+    max_bandwidth: int | None = None
+    memory_budget: int | None = None
+    nice: int | None = None
+    io_priority: str | None = None
     group: str | None = None
     receiver_id: str | None = None
     heartbeat: float | None = None
@@ -118,6 +127,27 @@ class Receiver:
         self._heeded: Control | SlotError | None = None  # the one that the follower was made for
         self._begun = False
         self._in_touch = False
+        self._priority = Priority(nice=options.nice, io=options.io_priority)
+        self._limits = self._share_out()
+
+    def _share_out(self) -> Limits:
+        options = self._options
+        rate = options.max_bandwidth
+        bandwidth = None if rate is None else Bandwidth(rate, sleep=self._throttle)
+        if options.memory_budget is None:
+            return Limits(workers=options.workers, bandwidth=bandwidth)
+        return within_budget(
+            options.memory_budget,
+            workers=options.workers,
+            cores=default_workers(),
+            whole_parts=options.cache is not None,
+            bandwidth=bandwidth,
+        )
+
+    def _throttle(self, seconds: float) -> None:
+        """Wait until the bandwidth's bound allows more, unless something else is wanted by then."""
+        wait_unless(lambda: self._stopping, seconds)
+        self._check()
 
     # From other threads
 
@@ -325,18 +355,23 @@ class Receiver:
             store,
             self._slots,
             base=self._options.base,
-            workers=self._options.workers or default_workers(),
+            workers=self._limits.workers or default_workers(),
+            limits=self._limits,
             progress=self._progress,
         )
         self._status.stream_id = store.stream_id
         self._status.enter("starting")
-        live = self._patcher.adopt()
+        live = self._priority.run(self._patcher.adopt, leave=self.stop)
         if live is not None:
             self._status.version = live.record.version
         self._status.succeeded()
 
     def _progress(self, what: str, done: int, total: int) -> None:
         self._status.progress(what, done, total)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise to leave a patch off, when it is not wanted any more."""
         if self._stopping:
             raise Stopped
         if self._heeded is not None and self._control is not self._heeded:
@@ -375,7 +410,7 @@ class Receiver:
         live = self._slots.live()
         if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
             try:
-                self._patch(wanted)
+                return self._patch(wanted)
             except VersionForgotten:
                 if self._follower.wanted().version == wanted.version:  # a fixed target
                     raise
@@ -406,9 +441,13 @@ class Receiver:
             self._status.enter("following" if wanted is not None else "paused")
             self._status.succeeded()
 
-    def _patch(self, wanted: Manifest) -> None:
+    def _patch(self, wanted: Manifest) -> Manifest:
+        """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
         self._status.enter("patching")
-        patched = self._patcher.move_to(wanted)
+        patched = self._priority.run(
+            lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
+        )
+        self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)
         tell(
             "patched",
@@ -419,6 +458,7 @@ class Receiver:
             fetched_bytes=patched.fetched_bytes,
             stages=dict(patched.stages),
         )
+        return patched.target
 
     def _serve(self, live: LiveSlot) -> None:
         """Make sure that the engine serves the live slot.

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltastore.cli.app import cache_options, debug_option, key_value_option, storage_options, trusted_keys_option
+from deltastore.cli.app import (
+    bandwidth_option,
+    cache_options,
+    debug_option,
+    key_value_option,
+    size_option,
+    storage_options,
+    trusted_keys_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,6 +56,12 @@ _SHARED = (
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
     key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
     click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
+    bandwidth_option,
+    size_option("--memory-budget", help="Take at most so much memory, all included (default: no bound)."),
+    click.option("--nice", type=click.IntRange(0, 19), metavar="N", help="The nice value of the threads that patch."),
+    click.option(
+        "--io-priority", metavar="CLASS", help="The I/O priority of these threads: idle, or best-effort:0 to 7."
+    ),
     cache_options,
     trusted_keys_option,
     storage_options,
