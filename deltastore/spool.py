@@ -21,6 +21,7 @@ from .manifest import MAX_PART_BYTES
 from .storage import forget_copy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -114,6 +115,10 @@ class Spool:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         _check_digest(mapped, reference)
         return memoryview(mapped)
+
+    def missing_bytes(self, references: Iterable[PartRef]) -> int:
+        """Return how many bytes of these parts are not here yet."""
+        return sum(part.size for part in references if not self._path(part.digest).exists())
 
     def fetch(self, backend: Backend, reference: PartRef) -> int:
         """Make sure that a part is here; returns the bytes that were downloaded for it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from deltastore.codec.chunk import warm_up
@@ -15,8 +16,10 @@ from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, Stre
 from deltastore.manifest import manifest_key
 from deltastore.planner import Planner
 from deltastore.replay import Fetch, counter
-from deltastore.restore import Source, build_checkpoint, identify
+from deltastore.restore import Source, build_checkpoint, identify, outline
 from deltastore.spool import Spool
+
+from .records import FORMAT, Goal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -136,14 +139,25 @@ class Patcher:
             plan = planner.plan(source.version, target.version)
         verified = time.perf_counter()
         spool = Spool(self._slots.parts)
+        plain = outline(self._store, source)
+        goal = Goal(FORMAT, self._store.stream_id, target.commit_id, plain.digest(self._store.hash))
 
         def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Source, Replayed]:
+            self._slots.check_room(plain.nbytes + spool.missing_bytes(plan.parts))
             with Fetch(self._store, plan, spool, progress=self._progress) as fetch:
-                name, directory = self._slots.prepare()
+                begun = self._slots.begin(goal)
                 built, replayed = build_checkpoint(
-                    fetch, source, directory, workers=self._workers, progress=self._progress
+                    fetch,
+                    source,
+                    plain,
+                    begun.directory,
+                    workers=self._workers,
+                    resume=begun.resumed,
+                    durable=self._slots.durable,
+                    lost=partial(self._slots.give_up, begun.name),
+                    progress=self._progress,
                 )
-            return name, plan, built, replayed
+            return begun.name, plan, built, replayed
 
         try:
             name, plan, built, replayed = planner.follow(plan, build)

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import training
-from forkserver import signal_at_change
+from forkserver import count_writes, signal_at_change
 
 from deltastore import open_store
 
@@ -42,7 +42,7 @@ def test_kills_of_a_patch_at_random_instants(big, commands, tmp_path, held, roun
     durations = [commands.run(*once(big, live, "--target", target)).ok().seconds for target in (2, 0)]
     longest = max(durations)
     at, killed = 0, 0
-    for _ in range(50):
+    for _ in range(rounds(50, 1000)):
         target = (at + 1) % 3  # never the version before, which the other slot still holds
         full = stored_bytes(commands, big, at, target)
         command = commands.start(*once(big, live, "--target", target))
@@ -63,6 +63,37 @@ def test_kills_of_a_patch_at_random_instants(big, commands, tmp_path, held, roun
             assert record["last_update"] == {}
         at = target
     assert killed >= 20
+
+
+def written_bytes(log) -> int:
+    return sum(int(line) for line in log.read_text().split())
+
+
+@pytest.mark.parametrize("start", ["version", "nothing"])
+def test_kills_of_one_patch_over_and_over_repeat_no_work(start, big, commands, tmp_path, held, rounds):
+    draw = random.Random(5)
+    model = (big.checkpoints[0] / "model.safetensors").stat().st_size
+    resumed = 0
+    for number in range(rounds(3, 30)):
+        live, log = tmp_path / f"live{number}", tmp_path / f"log{number}"
+        log.touch()
+        if start == "version":
+            commands.run(*once(big, live, "--target", 1)).ok()
+        goal = live.with_name(f"{live.name}.slots") / ("b.goal" if start == "version" else "a.goal")
+        for _ in range(6):
+            enough = written_bytes(log) + draw.randrange(model // 3)
+            resumed += goal.exists() and written_bytes(log) > model // 10
+            command = commands.start(*once(big, live, "--target", 2), env=count_writes(log))
+            while not command.ends_within(0.001) and written_bytes(log) < enough:
+                pass
+            command.send(signal.SIGKILL)
+            if command.end().code == 0:
+                break
+            assert held(live) == big.ids[1] if start == "version" else not live.exists()
+        commands.run(*once(big, live, "--target", 2), env=count_writes(log)).ok()
+        assert held(live) == big.ids[2]
+        assert model <= written_bytes(log) < 1.5 * model
+    assert resumed >= 3
 
 
 def test_kills_of_a_running_daemon_that_jumps_from_nothing(big, commands, tmp_path, held, rounds):
