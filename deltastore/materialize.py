@@ -20,7 +20,7 @@ from .digest import DEFAULT_HASH, hasher
 from .spool import disk_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -84,7 +84,8 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 class DirectoryWriter:
     """The weight files of one new checkpoint directory, open for writing.
 
-    ``write`` and ``read`` may be called from several threads. ``resume``: files of an attempt that was cut off may lie
+    ``write`` and ``read`` may be called from several threads. ``only``: the numbers of the files to make, all of them
+    unless given. ``resume``: files of an attempt that was cut off may lie
     there and are gone on with, in place: nobody else may have them open. ``durable``: ``sync`` waits for the disk.
     ``lost`` is called when the disk could not keep what was written: it tells so once, and the next attempt must not
     believe what it reads back.
@@ -96,10 +97,12 @@ class DirectoryWriter:
         layout: Layout,
         places: Places,
         *,
+        only: Collection[int] | None = None,
         resume: bool = False,
         durable: bool = True,
         lost: Callable[[], object] | None = None,
     ) -> None:
+        self._only = only
         self._resume = resume
         self._durable = durable
         self._lost = lost
@@ -108,7 +111,7 @@ class DirectoryWriter:
         self._layout = layout
         self._places = places
         self._open = ExitStack()
-        self._files: list[tuple[int, Path]] = []
+        self._files: dict[int, tuple[int, Path]] = {}
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
         self._lock = threading.Lock()
         self._unflushed: set[int] = set()
@@ -117,8 +120,9 @@ class DirectoryWriter:
 
     def __enter__(self) -> Self:
         try:
-            for file in self._layout.files:
-                self._create(file.name, file.header_bytes, file.header.file_size)
+            for number, file in enumerate(self._layout.files):
+                if self._only is None or number in self._only:
+                    self._create(number, file.name, file.header_bytes, file.header.file_size)
         except BaseException:
             self._open.close()
             raise
@@ -130,7 +134,7 @@ class DirectoryWriter:
     ) -> None:
         self._open.close()
 
-    def _create(self, name: str, header: bytes, size: int) -> None:
+    def _create(self, number: int, name: str, header: bytes, size: int) -> None:
         path = self._directory / name
         try:
             descriptor = self._reopen(path, size)
@@ -138,13 +142,13 @@ class DirectoryWriter:
                 path.unlink(missing_ok=True)
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             else:
-                self._kept.add(len(self._files))
+                self._kept.add(number)
             self._open.callback(os.close, descriptor)
             os.posix_fallocate(descriptor, 0, size)
             write_all(descriptor, header, 0)
         except OSError as error:
             raise disk_error(error, path) from error
-        self._files.append((descriptor, path))
+        self._files[number] = (descriptor, path)
 
     def _reopen(self, path: Path, size: int) -> int | None:
         """Open a file that an attempt before this one made; ``None`` when it has to be made anew."""
@@ -213,7 +217,7 @@ class DirectoryWriter:
             return
         if self._flushing is not None:
             self._flushing.result()  # what it could not write, the system will not report again
-        for descriptor, path in self._files:
+        for descriptor, path in self._files.values():
             try:
                 os.fsync(descriptor)
             except OSError as error:

@@ -65,6 +65,8 @@ class Options:
     cache_bytes: int | None = None
     trusted_keys: tuple[str, ...] | None = None
     workers: int | None = None
+    durability: str = "version"
+    any_place: bool = False
 
 
 class Receiver:
@@ -76,7 +78,12 @@ class Receiver:
     def __init__(self, options: Options, status: Status) -> None:
         self._options = options
         self._status = status
-        self._slots = Slots(options.checkpoint)
+        self._slots = Slots(
+            options.checkpoint,
+            durable=options.durability == "version",
+            any_place=options.any_place,
+            sleep=self._pause,
+        )
         self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
         self._stopping = threading.Event()
         self._woken = threading.Event()

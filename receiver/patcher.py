@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["Patched", "Patcher"]
+__all__ = ["Patched", "Patcher", "check_history"]
 
 _log = logging.getLogger("receiver")
 
@@ -79,7 +79,7 @@ class Patcher:
         """
         live = self._slots.live()
         if live is not None:
-            self._check_history(live)
+            check_history(self._store, self._slots, live)
             total = sum(file.size for file in live.record.files)
             verifying = counter(self._progress, "verify", total)
             self._source = self._slots.source(live, workers=self._workers, progress=verifying)
@@ -95,27 +95,6 @@ class Patcher:
         source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
         self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
         return self.adopt()
-
-    def _check_history(self, live: LiveSlot) -> None:
-        record = live.record
-        if record.stream_id != self._store.stream_id:
-            raise StreamMismatch(
-                f"{self._slots.link} follows the stream {record.stream_id}; "
-                f"{self._store.backend.url} holds {self._store.stream_id}.",
-                key=str(self._slots.link),
-                hint="Give this stream's store, or a checkpoint path of its own.",
-            )
-        try:
-            same = self._store.manifest(record.version).commit_id == record.commit_id
-        except VersionNotFound:
-            same = False
-        if not same:
-            raise StreamMismatch(
-                f"Version {record.version} in {self._store.backend.url} is not the one in {self._slots.link}: "
-                "the store was rolled back or replaced.",
-                key=manifest_key(record.version),
-                hint=f"Remove {self._slots.link} to start again from the store.",
-            )
 
     def move_to(self, target: Manifest) -> Patched:
         """Build ``target`` in the other slot, durably, and make it live. The live slot is only read.
@@ -237,3 +216,25 @@ class Patcher:
             self._slots.swap(other.name)
             self._source = self._slots.source(other, workers=self._workers)
         return other
+
+
+def check_history(store: Store, slots: Slots, live: LiveSlot) -> None:
+    """Raise ``StreamMismatch`` unless what a slot holds is a version of the store's stream and history."""
+    record = live.record
+    if record.stream_id != store.stream_id:
+        raise StreamMismatch(
+            f"{slots.link} follows the stream {record.stream_id}; {store.backend.url} holds {store.stream_id}.",
+            key=str(slots.link),
+            hint="Give this stream's store, or a checkpoint path of its own.",
+        )
+    try:
+        same = store.manifest(record.version).commit_id == record.commit_id
+    except VersionNotFound:
+        same = False
+    if not same:
+        raise StreamMismatch(
+            f"Version {record.version} in {store.backend.url} is not the one in {slots.link}: "
+            "the store was rolled back or replaced.",
+            key=manifest_key(record.version),
+            hint=f"Remove {slots.link} to start again from the store.",
+        )

@@ -38,17 +38,18 @@ from deltastore.digest import Hasher, hasher
 from deltastore.errors import CheckpointError, CorruptObject, DiskFull, SlotError, StorageError, UsageError
 from deltastore.materialize import sync_directory, write_file
 from deltastore.restore import Source
-from deltastore.snapshot import snapshot_id, tensor_digests
+from deltastore.snapshot import snapshot_id
 from deltastore.spool import disk_error
 
 from .place import allocated_bytes, check_place, free_bytes, holders
 from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
+from .scrub import SlotFiles, damaged_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from deltastore.manifest import Manifest
-    from deltastore.snapshot import Digests
+    from deltastore.snapshot import Digests, Schema
 
 __all__ = ["Begun", "LiveSlot", "SlotRecord", "Slots"]
 
@@ -175,7 +176,7 @@ class Slots:
 
         ``None`` when the path is free or is not ours yet. Raises ``SlotError`` on a damaged record.
         """
-        name = self._linked_name()
+        name = self.live_name()
         if name is None:
             return None
         directory = self.directory / name
@@ -194,7 +195,8 @@ class Slots:
             return None
         return LiveSlot(name, self.directory / name, self._read_record(name))
 
-    def _linked_name(self) -> Literal["a", "b"] | None:
+    def live_name(self) -> Literal["a", "b"] | None:
+        """Return the name of the slot that the link leads to, whatever is in it."""
         try:
             target = self.link.readlink()
         except OSError:
@@ -213,18 +215,21 @@ class Slots:
                 hint=f"Remove {self.link} (the link only) to build the checkpoint anew.",
             ) from error
 
-    def digests(self, live: LiveSlot, checkpoint: Checkpoint) -> Digests:
-        """Return the live slot's chunk digests, proven against its snapshot id."""
+    def digests(self, live: LiveSlot, schema: Schema) -> Digests:
+        """Return a slot's chunk digests, proven against its snapshot id."""
         path = self.directory / f"{live.name}.digests"
         hash_function = hasher(live.record.hash)
         try:
             data = path.read_bytes()
+        except FileNotFoundError as error:
+            hint = f"Remove {self.link} and start again."
+            raise SlotError(f"{path} is gone.", key=str(path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, path) from error
-        if len(data) != checkpoint.schema.chunks * hash_function.size:
+        if len(data) != schema.chunks * hash_function.size:
             raise SlotError(f"{path} has a wrong size.", key=str(path), hint=f"Remove {self.link} and start again.")
         table = np.frombuffer(data, np.uint8).reshape(-1, hash_function.size)
-        if snapshot_id(checkpoint.schema, table, hash_function) != live.record.snapshot_id:
+        if snapshot_id(schema, table, hash_function) != live.record.snapshot_id:
             raise SlotError(f"{path} is damaged.", key=str(path), hint=f"Remove {self.link} and start again.")
         return table
 
@@ -238,7 +243,7 @@ class Slots:
             raise CorruptObject(
                 f"The live slot is damaged: {str(error).rstrip('.')}.",
                 key=error.key,
-                hint=f"Remove {self.link} (the link only) and start the receiver again: it is built anew.",
+                hint=f"Mend it with `receiver repair`. Remove {self.link} (the link only) to have it built anew.",
             ) from error
 
     def source(self, live: LiveSlot, *, workers: int, progress: Callable[[int], object] | None = None) -> Source:
@@ -248,7 +253,7 @@ class Slots:
         are hashed again. Raises ``CorruptObject`` naming the tensors that are damaged.
         """
         checkpoint = self.open(live)
-        digests = self.digests(live, checkpoint)
+        digests = self.digests(live, checkpoint.schema)
         record = live.record
         if not record.boot_id or record.boot_id != _boot_id() or record.files != _files(checkpoint):
             files = _settled(checkpoint)  # before they are read: what is written meanwhile shows next time
@@ -269,23 +274,23 @@ class Slots:
 
         Raises ``CorruptObject`` naming the first tensors whose bytes are not those of ``digests``.
         """
-        found = checkpoint.digests(hash_function, workers=workers, progress=progress)
-        damaged = np.flatnonzero((found != digests).any(axis=1))
+        schema = checkpoint.schema
+        with SlotFiles(checkpoint.directory, checkpoint.layout, checkpoint.places) as files:
+            damaged = damaged_chunks(files, schema, digests, hash_function, workers=workers, progress=progress)
         if len(damaged):
-            schema = checkpoint.schema
-            wanted, now = (tensor_digests(schema, table, hash_function) for table in (digests, found))
-            names = [spec.name for spec, one, other in zip(schema, wanted, now, strict=True) if one != other]
+            tensors = np.unique(np.searchsorted(schema.first_chunk, damaged, side="right") - 1).tolist()
+            names = [schema.tensors[position].name for position in tensors]
             raise CorruptObject(
                 f"{len(damaged)} of {schema.chunks} chunks in {checkpoint.directory} are damaged, "
                 f"in {', '.join(names[:3])}{' …' if len(names) > 3 else ''}.",
                 key=str(checkpoint.directory),
-                hint="Remove the checkpoint's link and start the receiver again: it is built anew.",
+                hint="Mend it with `receiver repair`.",
             )
 
     # Changing
 
     def _spare(self) -> tuple[Literal["a", "b"], Path]:
-        name: Literal["a", "b"] = "b" if self._linked_name() == "a" else "a"
+        name: Literal["a", "b"] = "b" if self.live_name() == "a" else "a"
         return name, self.directory / name
 
     def _is_begun(self, name: str, goal: Goal) -> bool:
@@ -304,6 +309,7 @@ class Slots:
         if self._is_begun(name, goal):
             return Begun(name, directory, resumed=True)
         self.prepare()
+        shutil.rmtree(self.directory / "mend", ignore_errors=True)  # of a repair that was cut off
         write_file(self.directory / f"{name}.goal", record_bytes(goal), durable=self.durable)
         return Begun(name, directory, resumed=False)
 
@@ -368,6 +374,14 @@ class Slots:
     def _sync(self, directory: Path) -> None:
         if self.durable:
             sync_directory(directory)
+
+    def discard(self, name: str) -> None:
+        """Forget what a slot held: it is damaged."""
+        path = self.directory / f"{name}.json"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, path) from error
 
     def forget(self) -> None:
         """Drop what is known of slots that no link leads to: they may be of another stream, or of a lost history."""

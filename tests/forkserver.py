@@ -182,7 +182,7 @@ def _warm_up() -> None:
 
     for name in ("init", "publish", "log", "show", "plan", "restore", "check", "anchor", "compact", "keygen"):
         import_module(f"deltastore.cli.{name}")
-    for name in ("run", "once", "status", "cache", "verify"):
+    for name in ("run", "once", "status", "cache", "verify", "repair"):
         import_module(f"receiver.cli.{name}")
     for name in (
         "deltastore.fork",

@@ -15,6 +15,7 @@ _VERBS = {
     "status": "Ask a running receiver how it is.",
     "cache": "Serve a store's parts to a site, each fetched once.",
     "verify": "Hash a checkpoint's live slot and compare.",
+    "repair": "Mend the damaged chunks of a checkpoint's live slot.",
 }
 
 

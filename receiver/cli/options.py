@@ -14,7 +14,31 @@ if TYPE_CHECKING:
 
     from receiver.daemon import Options
 
-__all__ = ["options_from", "receiver_options"]
+__all__ = ["options_from", "place_options", "receiver_options"]
+
+_PLACE = (
+    click.option(
+        "--durability",
+        type=click.Choice(["none", "version"]),
+        default="version",
+        show_default=True,
+        help="What is on the disk before a version is live: all of it, or (for a tmpfs) nothing is waited for.",
+    ),
+    click.option(
+        "--unsafe-file-system",
+        "any_place",
+        is_flag=True,
+        help="Take a file system that may not keep locks and renames, such as NFS.",
+    ),
+)
+
+
+def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --durability and --unsafe-file-system."""
+    for option in reversed(_PLACE):
+        function = option(function)
+    return function
+
 
 _SHARED = (
     click.option("--store", required=True, metavar="URL", help="The store to follow."),
@@ -27,6 +51,7 @@ _SHARED = (
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
     key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
     click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
+    place_options,
     cache_options,
     trusted_keys_option,
     storage_options,
