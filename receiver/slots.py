@@ -120,7 +120,9 @@ class Slots:
         """Become the one receiver of this checkpoint, until ``unlock``; raises ``SlotError`` saying who is."""
         path = self.directory / "lock"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._sync(self.directory.parent)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise disk_error(error, path) from error
