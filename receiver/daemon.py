@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deltastore.errors import (
+    DamagedSlot,
     DeltastoreError,
     EngineError,
+    SlotError,
     StorageError,
     StoreNotFound,
     VersionNotFound,
@@ -22,6 +24,8 @@ from .activation import Weights, activate
 from .engines import make_engine
 from .follower import Follower
 from .patcher import Patcher
+from .repair import repair
+from .scrub import Scrub
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -50,7 +54,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an operator decides. ``poll`` is in seconds."""
+    """What an operator decides. ``poll`` is in seconds, ``scrub_rate`` in bytes a second (0: never)."""
 
     store: str
     checkpoint: Path
@@ -67,6 +71,7 @@ class Options:
     workers: int | None = None
     durability: str = "version"
     any_place: bool = False
+    scrub_rate: int = 0
 
 
 class Receiver:
@@ -85,6 +90,8 @@ class Receiver:
             sleep=self._pause,
         )
         self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
+        rate = options.scrub_rate
+        self._scrub = Scrub(self._slots.directory / "scrub.json", rate=rate) if rate else None
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._confirmed: tuple[str, str] | None = None  # incarnation and version that the engine last confirmed
@@ -124,7 +131,8 @@ class Receiver:
         try:
             self._until_done(self._start)
             while not self._stopping.is_set():
-                self._until_done(self._step)
+                self._until_done(self._step_or_mend)
+                self._read_over()
                 self._wait(self._options.poll)
         except Stopped:
             pass
@@ -159,7 +167,56 @@ class Receiver:
     # One pass
 
     def _start(self) -> None:
-        self._begin(self._open_store())
+        store = self._open_store()
+        try:
+            self._begin(store)
+        except (DamagedSlot, SlotError) as error:
+            if self._slots.live_name() is None:
+                raise
+            self._mend(store, error)
+            self._begin(store)
+
+    def _step_or_mend(self) -> None:
+        try:
+            self._step()
+        except DamagedSlot as error:
+            self._mend(self._store, error)
+            self._patcher.adopt()
+            self._step()
+
+    def _mend(self, store: Store, problem: DeltastoreError) -> None:
+        """Mend the live slot. The engine may have loaded what was damaged: it loads and confirms again."""
+        _log.warning("%s It is mended.", problem)
+        self._status.enter("repairing")
+        repaired = repair(
+            store,
+            self._slots,
+            base=self._options.base,
+            workers=self._options.workers or default_workers(),
+            progress=self._progress,
+        )
+        self._confirmed = None
+        self._status.repaired(repaired)
+        _log.info("Mended %d chunks of version %d.", repaired.damaged, repaired.version)
+
+    def _read_over(self) -> None:
+        """Read a few of the live slot's chunks over, as far as the rate allows, and mend what is damaged."""
+        live, source = self._slots.live(), self._patcher.source
+        if self._scrub is None or live is None or source is None:
+            return
+        try:
+            found = self._scrub.step(live, source, self._store.hash, stopped=self._woken.is_set)
+            record, schema = self._scrub.record, source.checkpoint.schema
+            self._status.scrubbed(passed_at=record.passed_at, chunk=record.chunk, chunks=schema.chunks)
+            if len(found):
+                number = int(found[0])
+                name = schema.tensors[int(schema.first_chunk.searchsorted(number, side="right")) - 1].name
+                key = str(live.directory)
+                self._mend(self._store, DamagedSlot(f"A chunk of {name!r} in {key} is damaged.", key=key))
+                self._patcher.adopt()
+        except DeltastoreError as error:  # it goes on being served; the next pass tries again
+            self._status.failed(error)
+            _log.warning("%s", error)
 
     def _open_store(self) -> Store:
         options = self._options
@@ -179,6 +236,7 @@ class Receiver:
 
     def _begin(self, store: Store) -> None:
         """Take over the local checkpoint, whatever state it is in."""
+        self._store = store
         self._follower = Follower(store, self._options.target)
         self._patcher = Patcher(
             store,

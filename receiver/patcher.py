@@ -12,7 +12,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from deltastore.codec.chunk import warm_up
-from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
+from deltastore.errors import (
+    BaseMismatch,
+    CorruptObject,
+    DamagedSlot,
+    DeltastoreError,
+    StreamMismatch,
+    UsageError,
+    VersionNotFound,
+)
 from deltastore.manifest import manifest_key
 from deltastore.planner import Planner
 from deltastore.replay import Fetch, counter
@@ -69,6 +77,11 @@ class Patcher:
         self._progress = progress
         self._source: Source | None = None
         warm_up(spec.width for spec in store.schema())
+
+    @property
+    def source(self) -> Source | None:
+        """What the live slot holds; ``None`` before it was adopted, or where there is none."""
+        return self._source
 
     def adopt(self) -> LiveSlot | None:
         """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.
@@ -143,10 +156,10 @@ class Patcher:
         except BaseMismatch as error:
             if source is not self._source:
                 raise
-            raise CorruptObject(  # no wrong base, but a live slot whose bytes changed
+            raise DamagedSlot(  # no wrong base, but a live slot whose bytes changed
                 f"The live slot is damaged: {error}",
                 key=str(self._slots.link),
-                hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
+                hint=f"Mend it with `receiver repair`, or remove {self._slots.link} (the link only) to build it anew.",
             ) from error
         self._slots.finish(name, built, target, self._store.hash)
         patched = time.perf_counter()

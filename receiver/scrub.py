@@ -1,4 +1,4 @@
-"""Reading a slot's chunks over: which of them are not what they should be.
+"""Reading a slot's chunks over: which of them are not what they should be; all at once, or a few now and then.
 
 Files are read, not mapped: a bad block or a file that was cut is damage that is found, not a signal that ends the
 process.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deltastore.clock import now as clock_now
+from deltastore.errors import StorageError
+from deltastore.materialize import write_file
 from deltastore.patch import run_in_order
 from deltastore.snapshot import CHUNK_BYTES, chunk_spans
+
+from .records import FORMAT, ScrubRecord, read_record, record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,11 +32,18 @@ if TYPE_CHECKING:
     from deltastore.checkpoint import Layout
     from deltastore.digest import Hasher
     from deltastore.places import Places
+    from deltastore.restore import Source
     from deltastore.snapshot import ChunkSpan, Digests, Numbers, Schema
+
+    from .slots import LiveSlot
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["SlotFiles", "damaged_chunks"]
+__all__ = ["Scrub", "SlotFiles", "damaged_chunks", "wrong_chunks"]
+
+#: How often the place in a pass is written down, in seconds.
+_NOTE_SECONDS = 10.0
+_STEP_CHUNKS = 1024
 
 
 class SlotFiles:
@@ -131,3 +144,53 @@ def damaged_chunks(
         if progress is not None:
             progress(nbytes)
     return np.concatenate(found)
+
+
+class Scrub:
+    """A pass over the live slot's chunks that goes on for ever, a few at a time.
+
+    ``rate``: bytes a second. ``note``: where the place in a pass is kept, so that the next process goes on from there.
+    """
+
+    def __init__(self, note: Path, *, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._note = note
+        self._rate = rate
+        self._clock = clock
+        self._last = self._noted = clock()
+        self._budget = 0.0
+        try:
+            self.record = read_record(note, ScrubRecord)
+        except (OSError, ValueError):
+            self.record = ScrubRecord(FORMAT, "", "", 0, None)
+
+    def step(self, live: LiveSlot, source: Source, hash_function: Hasher, *, stopped: Callable[[], bool]) -> Numbers:
+        """Read as many chunks as the time since the last step allows; returns those that are damaged, if any.
+
+        It is then past them: the next pass looks at them again.
+        """
+        now, schema = self._clock(), source.checkpoint.schema
+        self._budget = min(self._budget + self._rate * (now - self._last), max(60 * self._rate, CHUNK_BYTES))
+        self._last = now
+        if (self.record.slot, self.record.commit_id) != (live.name, live.record.commit_id):
+            self._move(live, 0, self.record.passed_at)
+        found = np.zeros(0, np.int64)
+        checkpoint = source.checkpoint
+        with SlotFiles(checkpoint.directory, checkpoint.layout, checkpoint.places) as files:
+            while self._budget > 0 and not len(found) and not stopped():
+                numbers = np.arange(self.record.chunk, min(self.record.chunk + _STEP_CHUNKS, schema.chunks))
+                span = next(chunk_spans(schema, numbers), None)
+                if span is None:
+                    self._move(live, 0, clock_now())
+                    break
+                out = np.empty(span.nbytes, np.uint8)
+                found = span.numbers[wrong_chunks(span, out, files.read(span, out), source.digests, hash_function)]
+                self._budget -= span.nbytes
+                self._move(live, int(span.numbers[-1]) + 1, self.record.passed_at)
+        if now - self._noted >= _NOTE_SECONDS or self.record.chunk == 0:
+            self._noted = now
+            with suppress(StorageError):  # a note lost costs a part of a pass
+                write_file(self._note, record_bytes(self.record), durable=False)
+        return found
+
+    def _move(self, live: LiveSlot, chunk: int, passed_at: str | None) -> None:
+        self.record = ScrubRecord(FORMAT, live.name, live.record.commit_id, chunk, passed_at)

@@ -35,7 +35,7 @@ import numpy as np
 
 from deltastore.checkpoint import Checkpoint, open_checkpoint
 from deltastore.digest import Hasher, hasher
-from deltastore.errors import CheckpointError, CorruptObject, DiskFull, SlotError, StorageError, UsageError
+from deltastore.errors import CheckpointError, DamagedSlot, DiskFull, SlotError, StorageError, UsageError
 from deltastore.materialize import sync_directory, write_file
 from deltastore.restore import Source
 from deltastore.snapshot import snapshot_id
@@ -236,13 +236,13 @@ class Slots:
         return table
 
     def open(self, live: LiveSlot) -> Checkpoint:
-        """Open a slot's checkpoint; raises ``CorruptObject`` when its files are not what was recorded whole."""
+        """Open a slot's checkpoint; raises ``DamagedSlot`` when its files are not what was recorded whole."""
         try:
             return open_checkpoint(live.directory)
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
                 raise  # out of reach, which is no damage
-            raise CorruptObject(
+            raise DamagedSlot(
                 f"The live slot is damaged: {str(error).rstrip('.')}.",
                 key=error.key,
                 hint=f"Mend it with `receiver repair`. Remove {self.link} (the link only) to have it built anew.",
@@ -252,7 +252,7 @@ class Slots:
         """Open the live slot as the source of a patch.
 
         Its bytes are believed if they were hashed under this kernel and its files were not touched since; else they
-        are hashed again. Raises ``CorruptObject`` naming the tensors that are damaged.
+        are hashed again. Raises ``DamagedSlot`` naming the tensors that are damaged.
         """
         checkpoint = self.open(live)
         digests = self.digests(live, checkpoint.schema)
@@ -274,7 +274,7 @@ class Slots:
     ) -> None:
         """Hash every chunk.
 
-        Raises ``CorruptObject`` naming the first tensors whose bytes are not those of ``digests``.
+        Raises ``DamagedSlot`` naming the first tensors whose bytes are not those of ``digests``.
         """
         schema = checkpoint.schema
         with SlotFiles(checkpoint.directory, checkpoint.layout, checkpoint.places) as files:
@@ -282,7 +282,7 @@ class Slots:
         if len(damaged):
             tensors = np.unique(np.searchsorted(schema.first_chunk, damaged, side="right") - 1).tolist()
             names = [schema.tensors[position].name for position in tensors]
-            raise CorruptObject(
+            raise DamagedSlot(
                 f"{len(damaged)} of {schema.chunks} chunks in {checkpoint.directory} are damaged, "
                 f"in {', '.join(names[:3])}{' …' if len(names) > 3 else ''}.",
                 key=str(checkpoint.directory),

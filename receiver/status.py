@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from .activation import Activation
     from .patcher import Patched
+    from .repair import Repaired
 
 __all__ = ["Status", "StatusServer"]
 
@@ -56,6 +58,8 @@ class Status:
         self._stages: dict[str, float] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
+        self._scrub: dict[str, Any] = {"passed_at": None, "chunk": 0, "chunks": None}
+        self._repair: dict[str, Any] | None = None
         self._updated = time.monotonic()
         self.registry = CollectorRegistry()
         self._version_gauge = Gauge("receiver_version", "Version in the live slot.", registry=self.registry)
@@ -68,6 +72,10 @@ class Status:
         self._patches = Counter("receiver_patches", "Versions put in place.", registry=self.registry)
         self._failures = Counter("receiver_failures", "Failures by kind.", ["kind"], registry=self.registry)
         self._activations = Counter("receiver_activations", "Activations.", ["outcome"], registry=self.registry)
+        self._scrub_gauge = Gauge(
+            "receiver_scrub_passed_timestamp_seconds", "When all chunks were last read over.", registry=self.registry
+        )
+        self._mended = Counter("receiver_mended_chunks", "Damaged chunks mended.", registry=self.registry)
         self._seconds = Histogram(
             "receiver_stage_seconds", "Seconds by stage.", ["stage"], registry=self.registry, buckets=_STAGE_SECONDS
         )
@@ -101,6 +109,23 @@ class Status:
             "at": now(),
         }
         self._observe(dict(activation.stages))
+
+    def scrubbed(self, *, passed_at: str | None, chunk: int, chunks: int) -> None:
+        """Note how far the live slot was read over, and when all of it last was."""
+        if passed_at is not None and passed_at != self._scrub["passed_at"]:
+            self._scrub_gauge.set(datetime.fromisoformat(passed_at.replace("Z", "+00:00")).timestamp())
+        self._scrub = {"passed_at": passed_at, "chunk": chunk, "chunks": chunks}
+
+    def repaired(self, repaired: Repaired) -> None:
+        """Note what was mended."""
+        self._mended.inc(repaired.damaged)
+        self._repair = {
+            "version": repaired.version,
+            "damaged": repaired.damaged,
+            "from_other": repaired.from_other,
+            "from_store": repaired.from_store,
+            "at": now(),
+        }
 
     def _observe(self, stages: dict[str, float]) -> None:
         self._stages = {**self._stages, **stages}
@@ -142,6 +167,8 @@ class Status:
             "stages": self._stages,
             "last_update": self._last,
             "last_activation": self._activation,
+            "scrub": self._scrub,
+            "last_repair": self._repair,
             "seconds_since_success": time.monotonic() - self._updated,
             "error": None if error is None else {"kind": error.kind, "message": str(error), "hint": error.hint},
         }

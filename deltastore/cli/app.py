@@ -26,6 +26,7 @@ __all__ = [
     "debug_option",
     "emit",
     "json_option",
+    "parse_size",
     "progress_bar",
     "run",
     "sign_key_option",
@@ -112,7 +113,7 @@ def _pairs(_context: click.Context, _parameter: click.Parameter, values: tuple[s
     return pairs
 
 
-def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+def parse_size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
     """Read a number of bytes as people type it."""
     if value is None:
         return None
@@ -135,7 +136,11 @@ storage_options = key_value_option(
     "--storage-option", "storage_options", help="An option for the storage backend; may be repeated."
 )
 cache_size_option = click.option(
-    "--cache-size", "cache_bytes", metavar="SIZE", callback=_size, help="Bound of a cache directory (default: 50GiB)."
+    "--cache-size",
+    "cache_bytes",
+    metavar="SIZE",
+    callback=parse_size,
+    help="Bound of a cache directory (default: 50GiB).",
 )
 
 
