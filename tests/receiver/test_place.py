@@ -132,14 +132,17 @@ def test_the_room_of_the_spare_slot_counts(store: Store, slots: Slots, monkeypat
 def mapper(slots: Slots) -> Iterator[subprocess.Popen[str]]:
     """A process that maps the spare slot's file until it is told to end."""
     path = slots.directory / "a" / "model.safetensors"
-    code = "import mmap,sys; m=mmap.mmap(open(sys.argv[1],'rb').fileno(),0,access=1); print('up',flush=True); input()"
+    code = (
+        "import mmap,sys; f=open(sys.argv[1],'rb'); m=mmap.mmap(f.fileno(),0,access=1); print('up',flush=True); input()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     yield process
-    process.communicate("\n", timeout=30)
+    if process.poll() is None:
+        process.communicate("\n", timeout=30)
 
 
 def test_who_maps_a_slot_is_found(slots: Slots, mapper: subprocess.Popen[str]) -> None:
@@ -238,16 +241,35 @@ def test_a_checkpoint_that_may_not_be_written_is_told_and_taken_as_a_base(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
+    slots = Slots(plain)
+    slots.lock()
     with monkeypatch.context() as read_only:
         read_only.setattr(receiver.slots, "_exchange", refuse)
         with pytest.raises(StorageError) as caught:
-            Patcher(store, Slots(plain), workers=1).adopt()
+            Patcher(store, slots, workers=1).adopt()
+    slots.unlock()
     assert "--base" in (caught.value.hint or "")
     assert training.tree(plain) == before
     live = tmp_path / "live"
     Patcher(store, Slots(live), base=plain, workers=1).move_to(store.manifest(3))
     training.assert_holds(live, SNAPSHOTS[3])
     assert training.tree(plain) == before
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_the_disk_is_waited_for_unless_told_otherwise(
+    durable: bool, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, synced.append)
+    slots = Slots(tmp_path / "model", durable=durable)
+    slots.lock()
+    for version in (1, 2, 3):
+        move(store, slots, version)
+    slots.unlock()
+    assert bool(synced) == durable
+    training.assert_holds(slots.link, SNAPSHOTS[3])
 
 
 # -- times ---------------------------------------------------------------------------------------------------
