@@ -188,6 +188,7 @@ class Receiver:
         """Mend the live slot. The engine may have loaded what was damaged: it loads and confirms again."""
         _log.warning("%s It is mended.", problem)
         self._status.enter("repairing")
+        self._confirmed = self._status.serving = None
         repaired = repair(
             store,
             self._slots,
@@ -195,7 +196,6 @@ class Receiver:
             workers=self._options.workers or default_workers(),
             progress=self._progress,
         )
-        self._confirmed = None
         self._status.repaired(repaired)
         _log.info("Mended %d chunks of version %d.", repaired.damaged, repaired.version)
 

@@ -150,6 +150,7 @@ class Slots:
         except SlotError:
             self.unlock()
             raise
+        shutil.rmtree(self.directory / "mend", ignore_errors=True)  # of a repair that was cut off
         self.announce(url)
 
     def announce(self, url: str | None) -> None:
@@ -311,7 +312,6 @@ class Slots:
         if self._is_begun(name, goal):
             return Begun(name, directory, resumed=True)
         self.prepare()
-        shutil.rmtree(self.directory / "mend", ignore_errors=True)  # of a repair that was cut off
         write_file(self.directory / f"{name}.goal", record_bytes(goal), durable=self.durable)
         return Begun(name, directory, resumed=False)
 

@@ -281,6 +281,7 @@ def come_back(store: Store, root: Path, *, durable: bool) -> str:
     return how
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("durability", ["version", "none"])
 @pytest.mark.parametrize("first", [False, True])
 def test_power_lost_at_any_instant(

@@ -35,6 +35,7 @@ def stored_bytes(commands, big, start, end) -> int:
     return commands.run(*words).ok().json["stored_bytes"]
 
 
+@pytest.mark.timeout(3600)
 def test_kills_of_a_patch_at_random_instants(big, commands, tmp_path, held, rounds):
     draw = random.Random(1)
     live = tmp_path / "live"

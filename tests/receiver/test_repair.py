@@ -292,6 +292,16 @@ def test_a_file_system_without_second_names_gets_copies(
     assert_whole(slots, history[1][2])
 
 
+def test_without_room_for_both_the_other_slot_is_given_up(
+    store: Store, slots: Slots, history: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("receiver.repair.free_bytes", lambda _: 0)
+    flip(slots.link, "t0", 5)
+    found = mend(store, slots, history)
+    assert (found.from_other, found.from_store) == (0, 1)
+    assert_whole(slots, history[1][2])
+
+
 def test_a_bad_block_is_damage_and_no_signal(
     store: Store, slots: Slots, history: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
