@@ -183,3 +183,31 @@ def test_kills_before_every_change_on_disk(kind, commands, tmp_path, stride):
         training.assert_holds(live, small[2])
         number += stride
     assert number > 20
+
+
+def test_kills_at_every_change_of_a_repair(commands, tmp_path, held, rounds):
+    """Whatever is live, its whole files stay whole, and the next repair ends it."""
+    snapshot = {name: tensor for name, tensor in training.base_snapshot(3).items() if tensor.numel() < 5000}
+    store, number, seen = tmp_path / "store", 0, set()
+    commands.run("deltastore", "init", store, "--base", training.save(tmp_path / "base", snapshot, shards=2)).ok()
+    while True:
+        live = tmp_path / f"round{number}" / "live"
+        words = ["receiver", "repair", "--checkpoint", live, "--store", store, "--json"]
+        commands.run("receiver", "once", "--store", store, "--checkpoint", live).ok()
+        path = min(live.glob("*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        ended = commands.run(*words, env=signal_at_change(signal.SIGKILL, number))
+        if ended.code == 0:
+            break
+        assert ended.code == -signal.SIGKILL, ended
+        whole = training.differences(training.load(live), snapshot) == []
+        assert whole == (live.readlink().name == "b")
+        seen.add(whole)
+        commands.run(*words).ok()
+        training.assert_holds(live, snapshot)
+        commands.run("receiver", "verify", "--checkpoint", live).ok()
+        number += rounds(5, 1)
+    assert seen == {False, True}
+    assert number > 20
