@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .limits import Limits
     from .manifest import PartRef
     from .part import Part
-    from .patch import Batch, Read, Write
+    from .patch import Batch, Kept, Read, Write
     from .plan import Plan, Step
     from .reader import Store
     from .snapshot import Digests
@@ -192,12 +192,13 @@ def replay(
     read: Read,
     write: Write,
     workers: int,
+    kept: Kept | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
     """Apply a plan's parts as they come: every chunk of the result is handed to ``write``, hash-checked.
 
-    ``before`` are the chunk digests of what ``read`` reads, uint8 of shape (chunks, digest size). Raises
-    ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no use.
+    ``before`` are the chunk digests of what ``read`` reads, uint8 of shape (chunks, digest size). ``kept`` is as for
+    ``build``. Raises ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no use.
     """
     store, plan = fetch.store, fetch.plan
     schema = store.schema()
@@ -219,7 +220,7 @@ def replay(
             fetch.forget_before(window.stop)
             yield from patch.batches(everything=True)
 
-    build(batches(), read, write, workers=workers, progress=counter(progress, "patch", schema.nbytes))
+    build(batches(), read, write, workers=workers, kept=kept, progress=counter(progress, "patch", schema.nbytes))
     seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
     return Replayed(after, fetch.downloaded(), fetch.seconds)
 

@@ -133,6 +133,16 @@ class Spool:
         _check_digest(mapped, reference)
         return memoryview(mapped)
 
+    def missing_bytes(self, references: Iterable[PartRef]) -> int:
+        """Return how many bytes of these parts are not here yet."""
+        missing = 0
+        for part in references:
+            if not self._path(part.digest).exists():
+                missing += part.size
+                with suppress(FileNotFoundError):
+                    missing -= min(self._partial(part).stat().st_size, part.size)
+        return missing
+
     def fetch(
         self,
         backend: Backend,

@@ -44,6 +44,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     memory_budget: str | int | UnsetType = UNSET
     nice: int | UnsetType = UNSET
     io_priority: str | UnsetType = UNSET
+    durability: str | UnsetType = UNSET
+    unsafe_file_system: bool | UnsetType = UNSET
+    scrub_rate: str | int | UnsetType = UNSET
     cache: str | UnsetType = UNSET
     cache_size: str | int | UnsetType = UNSET
     trusted_keys: tuple[str, ...] | UnsetType = UNSET
@@ -61,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
 #: Those whose parameter of the command has another name.
 _PARAMETERS = {"cache_size": "cache_bytes"}
 #: Those that may be numbers in a file, and are texts on the command line.
-_TEXTS = frozenset({"target", "cache_size", "max_bandwidth", "memory_budget"})
+_TEXTS = frozenset({"target", "cache_size", "max_bandwidth", "memory_budget", "scrub_rate"})
 _FIELDS = {field.encode_name: field.name for field in msgspec.structs.fields(Settings)}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from deltastore.errors import (
+    DamagedSlot,
     DeltastoreError,
     EngineError,
     SlotError,
@@ -36,6 +37,8 @@ from .follower import Follower, check_target
 from .logs import tell
 from .patcher import Patcher
 from .priority import Priority
+from .repair import repair
+from .scrub import Scrub
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from deltastore.reader import Store
 
     from .engines import Engine, EngineInfo
+    from .repair import Repaired
     from .slots import LiveSlot
     from .status import Status
 
@@ -67,7 +71,7 @@ class _Overtaken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an operator decides. Sizes are in bytes, ``max_bandwidth`` in bytes a second.
+    """What an operator decides. Sizes are in bytes; ``max_bandwidth``, ``scrub_rate`` (0: never) in bytes a second.
 
     ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent).
     """
@@ -89,6 +93,9 @@ class Options:
     memory_budget: int | None = None
     nice: int | None = None
     io_priority: str | None = None
+    durability: str = "version"
+    unsafe_file_system: bool = False
+    scrub_rate: int = 0
     group: str | None = None
     receiver_id: str | None = None
     heartbeat: float | None = None
@@ -114,8 +121,15 @@ class Receiver:
         self._options = options
         self._status = status
         self._status.group = options.group
-        self._slots = Slots(options.checkpoint)
+        self._slots = Slots(
+            options.checkpoint,
+            durable=options.durability == "version",
+            any_place=options.unsafe_file_system,
+            sleep=self._throttle,
+        )
         self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
+        rate = options.scrub_rate
+        self._scrub = Scrub(self._slots.directory / "scrub.json", rate=rate) if rate else None
         # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.
         self._stopping = False
         self._woken: SimpleQueue[None] = SimpleQueue()
@@ -127,6 +141,7 @@ class Receiver:
         self._heeded: Control | SlotError | None = None  # the one that the follower was made for
         self._begun = False
         self._in_touch = False
+        self._mending = False
         self._priority = Priority(nice=options.nice, io=options.io_priority)
         self._limits = self._share_out()
 
@@ -145,7 +160,7 @@ class Receiver:
         )
 
     def _throttle(self, seconds: float) -> None:
-        """Wait until the bandwidth's bound allows more, unless something else is wanted by then."""
+        """Wait for bandwidth, or for room, unless something else is wanted by then."""
         wait_unless(lambda: self._stopping, seconds)
         self._check()
 
@@ -245,7 +260,8 @@ class Receiver:
             self._until_done(self._start)
             heartbeats = self._start_heartbeats()
             while not self._stopping:
-                self._until_done(self._step)
+                self._until_done(self._step_or_mend)
+                self._read_over()
                 self._wait(self._options.poll)
             clean = True
         except Stopped:
@@ -327,7 +343,72 @@ class Receiver:
     # One pass
 
     def _start(self) -> None:
-        self._begin(self._open_store())
+        store = self._open_store()
+        try:
+            self._begin(store)
+        except (DamagedSlot, SlotError) as error:
+            if self._slots.live_name() is None:
+                raise
+            self._mend(error, lambda: self._begin(store))
+
+    def _step_or_mend(self) -> None:
+        try:
+            self._step()
+        except DamagedSlot as error:
+            self._mend(error, self._patcher.adopt)
+            self._step()
+
+    def _mend(self, problem: DeltastoreError, adopt: Callable[[], object]) -> None:
+        """Mend the live slot and take it over again; an operator's orders wait for that.
+
+        The engine may have loaded what was damaged: it loads and confirms again.
+        """
+        tell("damaged", f"{problem} It is mended.", level=logging.WARNING, key=problem.key)
+        self._status.enter("repairing")
+        self._confirmed = self._status.serving = None
+        self._mending = True
+        try:
+            repaired = self._priority.run(self._repair, leave=self.stop)
+            self._status.repaired(repaired)
+            tell(
+                "mended",
+                f"Mended {repaired.damaged} chunks of version {repaired.version}.",
+                version=repaired.version,
+                damaged=repaired.damaged,
+                from_other=repaired.from_other,
+                from_store=repaired.from_store,
+                fetched_bytes=repaired.fetched_bytes,
+            )
+            adopt()
+        finally:
+            self._mending = False
+
+    def _repair(self) -> Repaired:
+        return repair(
+            self._store,
+            self._slots,
+            base=self._options.base,
+            workers=self._limits.workers or default_workers(),
+            progress=self._progress,
+        )
+
+    def _read_over(self) -> None:
+        """Read a few of the live slot's chunks over, as far as the rate allows, and mend what is damaged."""
+        live, source = self._slots.live(), self._patcher.source
+        if self._scrub is None or live is None or source is None:
+            return
+        try:
+            found = self._scrub.step(live, source, self._store.hash, stopped=lambda: not self._woken.empty())
+            record, schema = self._scrub.record, source.checkpoint.schema
+            self._status.scrubbed(passed_at=record.passed_at, chunk=record.chunk, chunks=schema.chunks)
+            if len(found):
+                number = int(found[0])
+                name = schema.tensors[int(schema.first_chunk.searchsorted(number, side="right")) - 1].name
+                key = str(live.directory)
+                self._mend(DamagedSlot(f"A chunk of {name!r} in {key} is damaged.", key=key), self._patcher.adopt)
+        except DeltastoreError as error:  # it goes on being served; the next pass tries again
+            self._status.failed(error)
+            self._tell_failure("The next pass tries again.")
 
     def _open_store(self) -> Store:
         options = self._options
@@ -374,7 +455,7 @@ class Receiver:
         """Raise to leave a patch off, when it is not wanted any more."""
         if self._stopping:
             raise Stopped
-        if self._heeded is not None and self._control is not self._heeded:
+        if not self._mending and self._heeded is not None and self._control is not self._heeded:
             raise _Overtaken
 
     def _step(self) -> None:
@@ -384,6 +465,8 @@ class Receiver:
         """
         try:
             wanted = self._approach()
+        except DamagedSlot:
+            raise  # no engine is to load it
         except DeltastoreError:
             live = self._slots.live()
             if live is not None:

@@ -12,13 +12,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from deltastore.codec.chunk import warm_up
-from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
+from deltastore.errors import (
+    BaseMismatch,
+    CorruptObject,
+    DamagedSlot,
+    DeltastoreError,
+    StreamMismatch,
+    UsageError,
+    VersionNotFound,
+)
 from deltastore.limits import UNLIMITED
 from deltastore.manifest import manifest_key
 from deltastore.planner import Planner
 from deltastore.replay import Fetch, counter
-from deltastore.restore import Source, build_checkpoint, identify
+from deltastore.restore import Source, build_checkpoint, identify, outline
 from deltastore.spool import Spool
+
+from .records import FORMAT, Goal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,7 +44,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["Patched", "Patcher"]
+__all__ = ["Patched", "Patcher", "check_history"]
 
 _log = logging.getLogger("receiver")
 
@@ -90,6 +100,11 @@ class Patcher:
         self._source: Source | None = None
         warm_up(spec.width for spec in store.schema())
 
+    @property
+    def source(self) -> Source | None:
+        """What the live slot holds; ``None`` before it was adopted, or where there is none."""
+        return self._source
+
     def adopt(self) -> LiveSlot | None:
         """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.
 
@@ -99,7 +114,7 @@ class Patcher:
         """
         live = self._slots.live()
         if live is not None:
-            self._check_history(live)
+            check_history(self._store, self._slots, live)
             total = sum(file.size for file in live.record.files)
             verifying = counter(self._progress, "verify", total)
             self._source = self._slots.source(live, workers=self._workers, progress=verifying)
@@ -115,27 +130,6 @@ class Patcher:
         source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
         self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
         return self.adopt()
-
-    def _check_history(self, live: LiveSlot) -> None:
-        record = live.record
-        if record.stream_id != self._store.stream_id:
-            raise StreamMismatch(
-                f"{self._slots.link} follows the stream {record.stream_id}; "
-                f"{self._store.backend.url} holds {self._store.stream_id}.",
-                key=str(self._slots.link),
-                hint="Give this stream's store, or a checkpoint path of its own.",
-            )
-        try:
-            same = self._store.manifest(record.version).commit_id == record.commit_id
-        except VersionNotFound:
-            same = False
-        if not same:
-            raise StreamMismatch(
-                f"Version {record.version} in {self._store.backend.url} is not the one in {self._slots.link}: "
-                "the store was rolled back or replaced.",
-                key=manifest_key(record.version),
-                hint=f"Remove {self._slots.link} to start again from the store.",
-            )
 
     def move_to(self, target: Manifest, *, newest: Callable[[], Manifest] | None = None) -> Patched:
         """Build ``target`` in the other slot, durably, and make it live. The live slot is only read.
@@ -158,24 +152,35 @@ class Patcher:
         def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Source, Replayed]:
             nonlocal planned
             planned = time.perf_counter()
+            plain = outline(self._store, source)
+            goal = Goal(FORMAT, self._store.stream_id, target.commit_id, plain.digest(self._store.hash))
             all_here = None if newest is None else partial(self._look_again, planner, target, newest)
+            self._slots.check_room(plain.nbytes + spool.missing_bytes(plan.parts))
             try:
                 with Fetch(
                     self._store, plan, spool, limits=self._limits, progress=self._progress, all_here=all_here
                 ) as fetch:
-                    name, directory = self._slots.prepare()
+                    begun = self._slots.begin(goal)
                     built, replayed = build_checkpoint(
-                        fetch, source, directory, workers=self._workers, progress=self._progress
+                        fetch,
+                        source,
+                        plain,
+                        begun.directory,
+                        workers=self._workers,
+                        resume=begun.resumed,
+                        durable=self._slots.durable,
+                        lost=partial(self._slots.give_up, begun.name),
+                        progress=self._progress,
                     )
             except BaseMismatch as error:
                 if source is not self._source:
                     raise
-                raise CorruptObject(  # no wrong base, but a live slot whose bytes changed
+                raise DamagedSlot(  # no wrong base, but a live slot whose bytes changed
                     f"The live slot is damaged: {error}",
                     key=str(self._slots.link),
-                    hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
+                    hint=f"Mend it with `receiver repair`, or remove {self._slots.link} (the link) to build it anew.",
                 ) from error
-            return name, plan, built, replayed
+            return begun.name, plan, built, replayed
 
         fetched_before = 0
         try:
@@ -274,3 +279,25 @@ class Patcher:
             self._slots.swap(other.name)
             self._source = self._slots.source(other, workers=self._workers)
         return other
+
+
+def check_history(store: Store, slots: Slots, live: LiveSlot) -> None:
+    """Raise ``StreamMismatch`` unless what a slot holds is a version of the store's stream and history."""
+    record = live.record
+    if record.stream_id != store.stream_id:
+        raise StreamMismatch(
+            f"{slots.link} follows the stream {record.stream_id}; {store.backend.url} holds {store.stream_id}.",
+            key=str(slots.link),
+            hint="Give this stream's store, or a checkpoint path of its own.",
+        )
+    try:
+        same = store.manifest(record.version).commit_id == record.commit_id
+    except VersionNotFound:
+        same = False
+    if not same:
+        raise StreamMismatch(
+            f"Version {record.version} in {store.backend.url} is not the one in {slots.link}: "
+            "the store was rolled back or replaced.",
+            key=manifest_key(record.version),
+            hint=f"Remove {slots.link} to start again from the store.",
+        )

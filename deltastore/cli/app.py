@@ -28,6 +28,7 @@ __all__ = [
     "debug_option",
     "emit",
     "json_option",
+    "parse_size",
     "progress_bar",
     "run",
     "sign_key_option",
@@ -123,7 +124,7 @@ def _pairs(_context: click.Context, _parameter: click.Parameter, values: tuple[s
     return pairs
 
 
-def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+def parse_size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
     """Read a number of bytes as people type it."""
     if value is None:
         return None
@@ -149,7 +150,7 @@ storage_options = key_value_option(
 
 def size_option(*names: str, metavar: str = "SIZE", help: str) -> Callable[[Any], Any]:  # noqa: A002 - click's word
     """Return an option that takes a number of bytes, as in ``50GiB``."""
-    return click.option(*names, metavar=metavar, callback=_size, help=help)
+    return click.option(*names, metavar=metavar, callback=parse_size, help=help)
 
 
 cache_size_option = size_option("--cache-size", "cache_bytes", help="Bound of a cache directory (default: 50GiB).")
