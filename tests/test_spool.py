@@ -270,3 +270,13 @@ def test_a_cache_is_asked_for_whole_parts(tmp_path: Path) -> None:
     cached.forget(key)
     fetch(Spool(tmp_path / "three"), cached, key=key)
     assert (store.reads, len(store.ranges)) == (1, 11)
+
+
+def test_what_arrived_of_a_part_is_not_missing(tmp_path: Path) -> None:
+    spool, reference = Spool(tmp_path), reference_to()
+    assert spool.missing_bytes([reference]) == len(DATA)
+    with pytest.raises(StorageError):
+        fetch(spool, Pieces(DATA, {2: fail}))
+    assert spool.missing_bytes([reference]) == len(DATA) - PIECE
+    fetch(spool, Pieces(DATA))
+    assert spool.missing_bytes([reference]) == 0
