@@ -16,10 +16,11 @@ import numpy as np
 
 from .draft import RouteDraft
 from .errors import CorruptObject, ObjectExists, ObjectNotFound, VersionNotFound
+from .limits import FETCHERS
 from .manifest import MAX_MANIFEST_BYTES, manifest_key
 from .patch import Patch, default_workers, read_each, seal, write_each
 from .planner import READERS, Planner
-from .replay import FETCHERS, counter, open_part
+from .replay import counter, open_part
 from .restore import identify
 from .segment import SEGMENT_VERSIONS, SEGMENTS_PREFIX, build_segment, complete_segments, parse_segment, segment_key
 from .snapshot import chunk_batches

@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "CommitInDoubt",
     "CorruptObject",
+    "DamagedSlot",
     "DeltastoreError",
     "DiskFull",
     "EngineError",
@@ -200,6 +201,10 @@ class CorruptObject(DeltastoreError):
 
     kind = "corrupt-object"
     exit_code = 3
+
+
+class DamagedSlot(CorruptObject):
+    """The receiver's live slot does not hold the bytes that were recorded whole: `receiver repair` mends it."""
 
 
 class UnsupportedFormat(DeltastoreError):

@@ -1,5 +1,8 @@
 """Writing a checkpoint directory: files laid out by their headers, filled chunk by chunk, made durable.
 
+An attempt that was cut off leaves files that the next one may go on with: what lies in them is compared, chunk by
+chunk, and only what differs is written.
+
 Everything is written with pwrite into space reserved beforehand: a full disk is an error with a name, not a dead
 process. What is written goes to the disk while more is written, so that little is left to wait for at the end.
 """
@@ -7,6 +10,7 @@ process. What is written goes to the disk while more is written, so that little 
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -16,6 +20,7 @@ from .digest import DEFAULT_HASH, hasher
 from .spool import disk_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -54,8 +59,8 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Create or replace a small file atomically and durably."""
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Create or replace a small file atomically, and durably unless told otherwise."""
     # The longest names that a file system takes leave no room for ours.
     name = path.name if len(os.fsencode(path.name)) < _LONG_NAME else hasher(DEFAULT_HASH).of(os.fsencode(path.name))
     draft = path.with_name(f".{name}.draft")
@@ -63,11 +68,13 @@ def write_file(path: Path, data: bytes) -> None:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             write_all(descriptor, data, 0)
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         draft.replace(path)
-        sync_directory(path.parent)
+        if durable:
+            sync_directory(path.parent)
     except OSError as error:
         with suppress(OSError):
             draft.unlink()
@@ -77,15 +84,34 @@ def write_file(path: Path, data: bytes) -> None:
 class DirectoryWriter:
     """The weight files of one new checkpoint directory, open for writing.
 
-    ``write`` may be called from several threads.
+    ``write`` and ``read`` may be called from several threads. ``only``: the numbers of the files to make, all of them
+    unless given. ``resume``: files of an attempt that was cut off may lie
+    there and are gone on with, in place: nobody else may have them open. ``durable``: ``sync`` waits for the disk.
+    ``lost`` is called when the disk could not keep what was written: it tells so once, and the next attempt must not
+    believe what it reads back.
     """
 
-    def __init__(self, directory: Path, layout: Layout, places: Places) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        layout: Layout,
+        places: Places,
+        *,
+        only: Collection[int] | None = None,
+        resume: bool = False,
+        durable: bool = True,
+        lost: Callable[[], object] | None = None,
+    ) -> None:
+        self._only = only
+        self._resume = resume
+        self._durable = durable
+        self._lost = lost
+        self._kept: set[int] = set()
         self._directory = directory
         self._layout = layout
         self._places = places
         self._open = ExitStack()
-        self._files: list[tuple[int, Path]] = []
+        self._files: dict[int, tuple[int, Path]] = {}
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
         self._lock = threading.Lock()
         self._unflushed: set[int] = set()
@@ -94,8 +120,9 @@ class DirectoryWriter:
 
     def __enter__(self) -> Self:
         try:
-            for file in self._layout.files:
-                self._create(file.name, file.header_bytes, file.header.file_size)
+            for number, file in enumerate(self._layout.files):
+                if self._only is None or number in self._only:
+                    self._create(number, file.name, file.header_bytes, file.header.file_size)
         except BaseException:
             self._open.close()
             raise
@@ -107,16 +134,48 @@ class DirectoryWriter:
     ) -> None:
         self._open.close()
 
-    def _create(self, name: str, header: bytes, size: int) -> None:
+    def _create(self, number: int, name: str, header: bytes, size: int) -> None:
         path = self._directory / name
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            descriptor = self._reopen(path, size)
+            if descriptor is None:
+                path.unlink(missing_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            else:
+                self._kept.add(number)
             self._open.callback(os.close, descriptor)
             os.posix_fallocate(descriptor, 0, size)
             write_all(descriptor, header, 0)
         except OSError as error:
             raise disk_error(error, path) from error
-        self._files.append((descriptor, path))
+        self._files[number] = (descriptor, path)
+
+    def _reopen(self, path: Path, size: int) -> int | None:
+        """Open a file that an attempt before this one made; ``None`` when it has to be made anew."""
+        if not self._resume:
+            return None
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        status = os.fstat(descriptor)
+        # A file with a second name is somebody else's too.
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size or status.st_nlink != 1:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def read(self, span: ChunkSpan, out: Bytes) -> bool:
+        """Copy what an attempt before this one left at a span's places to ``out``; tells whether it left anything."""
+        for file, offset, start, stop in self._places.stretches(span):
+            if file not in self._kept:
+                return False
+            try:
+                if os.preadv(self._files[file][0], [out[start:stop].data], offset) != stop - start:
+                    return False
+            except OSError:  # a bad block: written anew it may be a good one
+                return False
+        return True
 
     def write(self, span: ChunkSpan, data: Bytes) -> None:
         """Write the chunks of a span, back to back in ``data``, to their places."""
@@ -126,7 +185,8 @@ class DirectoryWriter:
                 write_all(descriptor, data[start:stop], offset)
             except OSError as error:
                 raise disk_error(error, path) from error
-            self._flush_in_time(file, stop - start)
+            if self._durable:
+                self._flush_in_time(file, stop - start)
 
     def _flush_in_time(self, file: int, nbytes: int) -> None:
         with self._lock:
@@ -144,16 +204,24 @@ class DirectoryWriter:
             try:
                 os.fdatasync(descriptor)
             except OSError as error:
+                self._tell_lost()
                 raise disk_error(error, path) from error
+
+    def _tell_lost(self) -> None:
+        if self._lost is not None:
+            self._lost()
 
     def sync(self) -> None:
         """Make everything written so far durable, the directory's entries included."""
+        if not self._durable:
+            return
         if self._flushing is not None:
             self._flushing.result()  # what it could not write, the system will not report again
-        for descriptor, path in self._files:
+        for descriptor, path in self._files.values():
             try:
                 os.fsync(descriptor)
             except OSError as error:
+                self._tell_lost()
                 raise disk_error(error, path) from error
         try:
             sync_directory(self._directory)

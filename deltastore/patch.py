@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     Read = Callable[[ChunkSpan, Bytes], object]
     #: Takes the new bytes of a span's chunks from a buffer.
     Write = Callable[[ChunkSpan, Bytes], object]
+    #: Copies what already lies at a span's places to a buffer; tells whether there is anything.
+    Kept = Callable[[ChunkSpan, Bytes], bool]
 
 __all__ = ["Batch", "Patch", "build", "default_workers", "read_each", "run_in_order", "seal", "write_each"]
 
@@ -143,12 +145,14 @@ def build(
     write: Write,
     *,
     workers: int,
+    kept: Kept | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> None:
     """Build chunks from ``read`` (the old bytes) and hand them, hash-checked, to ``write``.
 
     Batches are taken a few ahead only; taking one may block without holding up the threads that work on those before.
     ``read`` and ``write`` are called from several threads; ``write`` must be done with the array when it returns.
+    ``kept``: what an attempt before this one may have written; a span that has its digests is not built again.
     ``progress`` is told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before a wrong byte is handed on.
     """
     local = threading.local()
@@ -159,6 +163,8 @@ def build(
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         for span in batch.spans:
             out = local.buffer[: span.nbytes]
+            if kept is not None and kept(span, out) and batch.patch.has(span, out):
+                continue
             batch.patch.build_span(span, batch.work, read, out, local.decoder)
             write(span, out)
         return batch.nbytes
@@ -310,6 +316,10 @@ class Patch:
         if found != wanted.tobytes():
             differs = np.frombuffer(found, np.uint8).reshape(wanted.shape) != wanted
             self._blame(span, int(differs.any(axis=1).argmax()), work, read)
+
+    def has(self, span: ChunkSpan, data: Bytes) -> bool:
+        """Tell whether ``data`` are the new bytes of a span's chunks."""
+        return self._digests(data, span.starts.tolist(), span.stops.tolist()) == self.after[span.numbers].tobytes()
 
     def _digests(self, data: Bytes, starts: Sequence[int], stops: Sequence[int]) -> bytes:
         view, digest = data.data, self._hash.digest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,11 @@ class Places:
     def tensor(self, position: int) -> tuple[int, int]:
         """Return the file of a tensor, given by its number in schema order, and the offset of its first byte."""
         return int(self._files[position]), int(self._offsets[position])
+
+    def files_of(self, tensors: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the files of tensors, given by their numbers in schema order."""
+        files: np.ndarray[Any, np.dtype[np.int64]] = self._files[tensors]
+        return files
 
     def stretches(self, span: ChunkSpan) -> Iterator[Stretch]:
         """Yield where the chunks of a span lie: as few stretches as neighbours in the span are neighbours in a file."""

@@ -86,6 +86,11 @@ class Plan:
         return sum(step.stored_bytes for step in self.steps)
 
     @property
+    def parts(self) -> tuple[PartRef, ...]:
+        """All parts that have to be fetched."""
+        return tuple(part for step in self.steps for part in step.parts)
+
+    @property
     def from_anchor(self) -> bool:
         """Whether the plan starts from an anchor, so that nothing local is needed."""
         return bool(self.steps) and self.steps[0].kind == "anchor"

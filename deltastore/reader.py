@@ -413,16 +413,26 @@ class Store:
         *,
         base: str | Path | None = None,
         workers: int | None = None,
+        max_bandwidth: int | None = None,
         progress: Callable[[str, int, int], object] | None = None,
     ) -> Manifest:
         """Build a version as a complete checkpoint directory; nothing is left behind if it fails.
 
         ``base`` is a checkpoint that holds any version of the stream; without one the store's anchor is used.
-        ``progress`` is told (what, bytes done, bytes in all). Raises ``UsageError`` when ``directory`` is not empty.
+        ``max_bandwidth``: bytes a second that parts are fetched with at most. ``progress`` is told (what, bytes done,
+        bytes in all). Raises ``UsageError`` when ``directory`` is not empty.
         """
         from .restore import restore  # noqa: PLC0415 - brings numba, which `log` and `show` do without
 
-        return restore(self, version, Path(directory), base=base, workers=workers, progress=progress)
+        return restore(
+            self,
+            version,
+            Path(directory),
+            base=base,
+            workers=workers,
+            max_bandwidth=max_bandwidth,
+            progress=progress,
+        )
 
 
 def _gallop(low: int, exists: Callable[[int], bool]) -> int:

@@ -7,6 +7,7 @@ against the plan's snapshot id; until then nobody may use it.
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import CorruptObject
+from .limits import UNLIMITED
 from .part import parse_part
 from .patch import Patch, build, seal
 
@@ -26,9 +28,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from .limits import Limits
     from .manifest import PartRef
     from .part import Part
-    from .patch import Batch, Read, Write
+    from .patch import Batch, Kept, Read, Write
     from .plan import Plan, Step
     from .reader import Store
     from .snapshot import Digests
@@ -36,10 +39,8 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["FETCHERS", "Fetch", "Replayed", "counter", "open_part", "replay"]
+__all__ = ["Fetch", "Replayed", "counter", "open_part", "replay"]
 
-#: Parts downloaded side by side.
-FETCHERS = 4
 #: At most so many windows: each costs a little, and more would overlap no better.
 _WINDOWS = 64
 _LEAST_WINDOW_CHUNKS = 8
@@ -80,16 +81,34 @@ def open_part(store: Store, spool: Spool, part: PartRef, step: Step) -> Part:
     return parsed
 
 
+class _Left(Exception):
+    """Raised in a download that nobody waits for any more."""
+
+
 class Fetch:
     """The parts of a plan on their way, from the moment that this is made.
 
-    ``wait`` blocks until one is here; it is parsed once, and forgotten when its chunks are followed. Leaving the
-    context waits for downloads that run, and begins no other.
+    ``wait`` blocks until one is here; it is parsed once, and forgotten when its chunks are followed. ``all_here`` is
+    called with this, once, in the ``wait`` that finds that the last part has come; it may raise. Leaving the context
+    waits for requests that run, and begins no other. Half-fetched parts in ``spool`` that the plan does not need are
+    removed.
     """
 
-    def __init__(self, store: Store, plan: Plan, spool: Spool, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        plan: Plan,
+        spool: Spool,
+        *,
+        limits: Limits = UNLIMITED,
+        progress: Progress | None = None,
+        all_here: Callable[[Fetch], object] | None = None,
+    ) -> None:
         self.store = store
         self.plan = plan
+        self.limits = limits
+        self._all_here = all_here
+        self._leaving = threading.Event()
         self._spool = spool
         self._progress = counter(progress, "fetch", plan.stored_bytes)
         self._started = time.perf_counter()
@@ -97,7 +116,8 @@ class Fetch:
         self._parsed: dict[str, Part] = {}
         self.ended = self._started
         wanted = [part for step in plan.steps for part in step.parts]
-        self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
+        spool.drop_partials(wanted)
+        self._pool = ThreadPoolExecutor(limits.fetchers, thread_name_prefix="fetch")
         for part in sorted(wanted, key=lambda part: part.first):
             if part.key not in self._futures:
                 self._futures[part.key] = self._pool.submit(self._fetch, part)
@@ -108,10 +128,15 @@ class Fetch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leaving.set()
         self._pool.shutdown(cancel_futures=True)
 
+    def _proceed(self) -> None:
+        if self._leaving.is_set():
+            raise _Left
+
     def _fetch(self, part: PartRef) -> int:
-        downloaded = self._spool.fetch(self.store.backend, part)
+        downloaded = self._spool.fetch(self.store.backend, part, limits=self.limits, proceed=self._proceed)
         self.ended = time.perf_counter()
         if self._progress is not None:
             self._progress(part.size)
@@ -122,6 +147,9 @@ class Fetch:
         if part.key not in self._parsed:
             self._futures[part.key].result()
             self._parsed[part.key] = open_part(self.store, self._spool, part, step)
+            if self._all_here is not None and all(future.done() for future in self._futures.values()):
+                all_here, self._all_here = self._all_here, None
+                all_here(self)
         return self._parsed[part.key]
 
     def forget_before(self, number: int) -> None:
@@ -141,15 +169,20 @@ class Fetch:
         return self.ended - self._started
 
 
-def _windows(plan: Plan, chunks: int) -> Iterator[range]:
-    """Cut the chunks where parts begin, but not finer than is of use."""
+def _windows(plan: Plan, chunks: int, *, rows: int | None = None) -> Iterator[range]:
+    """Cut the chunks where parts begin, but not finer than is of use; and where a window would have too many rows.
+
+    A step has at most one row for a chunk.
+    """
     least = max(_LEAST_WINDOW_CHUNKS, chunks // _WINDOWS)
+    most = max(_LEAST_WINDOW_CHUNKS, chunks if rows is None else rows // max(len(plan.steps), 1))
     cuts = [0]
     for first in sorted({part.first for step in plan.steps for part in step.parts}):
         if first - cuts[-1] >= least and chunks - first >= least:
             cuts.append(first)
     for low, high in pairwise([*cuts, chunks]):
-        yield range(low, high)
+        for start in range(low, high, most):
+            yield range(start, min(start + most, high))
 
 
 def replay(
@@ -159,12 +192,13 @@ def replay(
     read: Read,
     write: Write,
     workers: int,
+    kept: Kept | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
     """Apply a plan's parts as they come: every chunk of the result is handed to ``write``, hash-checked.
 
-    ``before`` are the chunk digests of what ``read`` reads, uint8 of shape (chunks, digest size). Raises
-    ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no use.
+    ``before`` are the chunk digests of what ``read`` reads, uint8 of shape (chunks, digest size). ``kept`` is as for
+    ``build``. Raises ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no use.
     """
     store, plan = fetch.store, fetch.plan
     schema = store.schema()
@@ -174,7 +208,7 @@ def replay(
         after = before.copy()
 
     def batches() -> Iterator[Batch]:
-        for window in _windows(plan, schema.chunks):
+        for window in _windows(plan, schema.chunks, rows=fetch.limits.window_rows):
             patch = Patch(schema, store.hash, before=before, after=after, window=window)
             for step in plan.steps:
                 reaching = [part for part in step.parts if part.first < window.stop and part.last >= window.start]
@@ -186,7 +220,7 @@ def replay(
             fetch.forget_before(window.stop)
             yield from patch.batches(everything=True)
 
-    build(batches(), read, write, workers=workers, progress=counter(progress, "patch", schema.nbytes))
+    build(batches(), read, write, workers=workers, kept=kept, progress=counter(progress, "patch", schema.nbytes))
     seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
     return Replayed(after, fetch.downloaded(), fetch.seconds)
 

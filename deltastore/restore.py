@@ -6,10 +6,12 @@ import os
 import secrets
 import shutil
 import stat
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, UsageError
+from .limits import Bandwidth, Limits
 from .manifest import FILES
 from .materialize import DirectoryWriter, sync_directory, write_file
 from .patch import default_workers
@@ -21,9 +23,11 @@ from .snapshot import snapshot_id
 from .spool import Spool, disk_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from .checkpoint import Layout
+    from .digest import Hasher
     from .manifest import Manifest
     from .plan import Plan
     from .reader import Store
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["Source", "build_checkpoint", "identify", "restore"]
+__all__ = ["Outline", "Source", "build_checkpoint", "identify", "outline", "restore"]
 
 
 class Source:
@@ -65,48 +69,81 @@ def identify(store: Store, directory: str | Path, *, workers: int, progress: Pro
     return Source(checkpoint, match.version, digests)
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A checkpoint but for its tensors' bytes: how they are spread over files, and the files beside them."""
+
+    layout: Layout
+    places: Places
+    other_files: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        weights = sum(file.header.file_size for file in self.layout.files)
+        return weights + sum(len(data) for data in self.other_files.values())
+
+    def digest(self, hash_function: Hasher) -> str:
+        """Return the digest of all of it: of two directories with the same outline only the tensors may differ."""
+        files = [(file.name, file.header_bytes) for file in self.layout.files] + sorted(self.other_files.items())
+        heads = [f"{len(os.fsencode(name))} {len(data)} {name} ".encode() + bytes(data) for name, data in files]
+        return hash_function.of(b"%d " % len(self.layout.files) + b"".join(heads))
+
+    def write_other_files(self, directory: Path, *, durable: bool) -> None:
+        """Write the files beside the tensors."""
+        try:
+            for name, data in self.other_files.items():
+                path = directory / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, data, durable=durable)
+        except OSError as error:
+            raise disk_error(error, directory) from error
+
+
+def outline(store: Store, source: Source | None) -> Outline:
+    """Return what a new checkpoint looks like: as its source does, else as the store remembers the base."""
+    if source is not None:
+        checkpoint = source.checkpoint
+        others = {name: checkpoint.read_other_file(name) for name in checkpoint.other_files}
+        return Outline(checkpoint.layout, checkpoint.places, others)
+    layout = store.layout()
+    return Outline(layout, Places([file.header for file in layout.files], store.schema()), store.base_files(FILES))
+
+
 def build_checkpoint(
     fetch: Fetch,
     source: Source | None,
+    plain: Outline,
     directory: Path,
     *,
     workers: int,
+    resume: bool = False,
+    durable: bool = True,
+    lost: Callable[[], object] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Source, Replayed]:
-    """Write the version that a plan ends at into an empty ``directory``, durably, while its parts are fetched.
+    """Write the version that a plan ends at into ``directory`` while its parts are fetched.
 
-    With a source the directory takes its files' layout and its other files, else those that the store keeps of the
-    base. Every chunk is hash-checked before it is written. Returns what is in the directory now.
+    ``plain`` is the directory's outline. Every chunk is hash-checked before it is written. ``resume``, ``durable`` and
+    ``lost`` are as for ``DirectoryWriter``; unless ``resume`` is set the directory is empty. Returns what is in the
+    directory now.
     """
-    store = fetch.store
-    if source:
-        other_files = {name: source.checkpoint.read_other_file(name) for name in source.checkpoint.other_files}
-        layout, places = source.checkpoint.layout, source.checkpoint.places
-    else:
-        other_files = store.base_files(FILES)
-        layout = store.layout()
-        places = Places([file.header for file in layout.files], store.schema())
-    try:
-        for name, data in other_files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, data)
-    except OSError as error:
-        raise disk_error(error, directory) from error
-    with DirectoryWriter(directory, layout, places) as writer:
+    plain.write_other_files(directory, durable=durable)
+    with DirectoryWriter(directory, plain.layout, plain.places, resume=resume, durable=durable, lost=lost) as writer:
         replayed = replay(
             fetch,
             before=source.digests if source else None,
             read=source.checkpoint.read if source else _nothing,
             write=writer.write,
             workers=workers,
+            kept=writer.read if resume else None,
             progress=progress,
         )
         writer.sync()
     if source:
         checkpoint = source.checkpoint.moved(directory)
     else:
-        checkpoint = Checkpoint(directory, layout, tuple(sorted(other_files)))
+        checkpoint = Checkpoint(directory, plain.layout, tuple(sorted(plain.other_files)))
     return Source(checkpoint, fetch.plan.end, replayed.digests), replayed
 
 
@@ -121,6 +158,7 @@ def restore(
     *,
     base: str | Path | None = None,
     workers: int | None = None,
+    max_bandwidth: int | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """See ``Store.restore``."""
@@ -141,8 +179,10 @@ def restore(
         raise disk_error(error, directory) from error
     threads = workers or default_workers()
     source = identify(store, base, workers=threads, progress=progress) if base is not None else None
+    limits = Limits(bandwidth=None if max_bandwidth is None else Bandwidth(max_bandwidth))
     planner = Planner(store)
     plan = planner.plan(source.version if source else None, version)
+    plain = outline(store, source)
     name = os.fsencode(directory.name)[:200].decode("utf-8", "ignore")  # room for what is added
     draft = directory.parent / f".{name}.{secrets.token_hex(4)}.draft"
     spool_directory = draft.with_suffix(".spool")
@@ -152,8 +192,8 @@ def restore(
         def build(plan: Plan) -> None:
             _remove(draft)
             _make_directory(draft)
-            with Fetch(store, plan, spool, progress=progress) as fetch:
-                build_checkpoint(fetch, source, draft, workers=threads, progress=progress)
+            with Fetch(store, plan, spool, limits=limits, progress=progress) as fetch:
+                build_checkpoint(fetch, source, plain, draft, workers=threads, progress=progress)
 
         planner.follow(plan, build)
         try:

@@ -1,7 +1,7 @@
 """A local directory that holds parts: fetched ones until they are applied, encoded ones until they are committed.
 
 A spooled file is found again by its digest and believed only after it was hashed, so a kill costs no second download
-and a torn file does no harm.
+and a torn file does no harm. A large part is fetched in pieces, into a partial file that is gone on with after a kill.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .digest import hasher
+from .digest import DEFAULT_HASH, hasher
 from .errors import CorruptObject, DiskFull, StorageError
+from .limits import UNLIMITED
 from .manifest import MAX_PART_BYTES
-from .storage import forget_copy
+from .storage import forget_copy, reads_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from typing_extensions import Self
 
+    from .limits import Limits
     from .manifest import ObjectRef, PartRef
     from .storage import Backend
 
@@ -45,10 +48,7 @@ def read_object(backend: Backend, reference: ObjectRef | PartRef, *, limit: int)
 
     A cache's copy that is wrong is dropped, and the object read once more.
     """
-    if reference.size > limit:
-        raise CorruptObject(
-            f"{reference.key} is said to have {reference.size} bytes; the format allows {limit}.", key=reference.key
-        )
+    _check_limit(reference, limit)
     try:
         return _read_checked(backend, reference)
     except CorruptObject:
@@ -57,16 +57,27 @@ def read_object(backend: Backend, reference: ObjectRef | PartRef, *, limit: int)
     return _read_checked(backend, reference)
 
 
+def _check_limit(reference: ObjectRef | PartRef, limit: int) -> None:
+    if reference.size > limit:
+        raise CorruptObject(
+            f"{reference.key} is said to have {reference.size} bytes; the format allows {limit}.", key=reference.key
+        )
+
+
 def _read_checked(backend: Backend, reference: ObjectRef | PartRef) -> bytes:
     data = backend.read(reference.key, limit=reference.size)
-    if len(data) != reference.size:
+    _check_length(data, reference.size, reference)
+    _check_digest(data, reference)
+    return data
+
+
+def _check_length(data: bytes, wanted: int, reference: ObjectRef | PartRef) -> None:
+    if len(data) != wanted:
         raise CorruptObject(
-            f"{reference.key} has {len(data)} bytes instead of {reference.size}.",
+            f"{reference.key} has {len(data)} bytes instead of {wanted}.",
             key=reference.key,
             hint="Run `deltastore check --read-data` on the store.",
         )
-    _check_digest(data, reference)
-    return data
 
 
 def _check_digest(data: bytes | mmap.mmap, reference: ObjectRef | PartRef) -> None:
@@ -92,6 +103,11 @@ class Spool:
     def _path(self, digest: str) -> Path:
         return self.directory / digest.replace(":", "-")
 
+    def _partial(self, reference: PartRef) -> Path:
+        """Return where a part is gathered: one file a key, because two keys with the same bytes may come at once."""
+        path = self._path(reference.digest)
+        return path.with_name(f"{path.name}.{hasher(DEFAULT_HASH).digest(reference.key.encode()).hex()}.partial")
+
     def put(self, data: bytes, digest: str) -> None:
         """Keep ``data`` under its digest: whole or not at all, but not yet durable."""
         path = self._path(digest)
@@ -107,7 +123,9 @@ class Spool:
 
     def open(self, reference: PartRef) -> memoryview:
         """Return a spooled part as a read-only map, verified. Raises ``FileNotFoundError`` when it is not here."""
-        path = self._path(reference.digest)
+        return self._map(self._path(reference.digest), reference)
+
+    def _map(self, path: Path, reference: PartRef) -> memoryview:
         with path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_size != reference.size:
                 raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
@@ -115,18 +133,97 @@ class Spool:
         _check_digest(mapped, reference)
         return memoryview(mapped)
 
-    def fetch(self, backend: Backend, reference: PartRef) -> int:
-        """Make sure that a part is here; returns the bytes that were downloaded for it."""
+    def missing_bytes(self, references: Iterable[PartRef]) -> int:
+        """Return how many bytes of these parts are not here yet."""
+        missing = 0
+        for part in references:
+            if not self._path(part.digest).exists():
+                missing += part.size
+                with suppress(FileNotFoundError):
+                    missing -= min(self._partial(part).stat().st_size, part.size)
+        return missing
+
+    def fetch(
+        self,
+        backend: Backend,
+        reference: PartRef,
+        *,
+        limits: Limits = UNLIMITED,
+        proceed: Callable[[], object] = lambda: None,
+    ) -> int:
+        """Make sure that a part is here; returns the bytes that were downloaded for it.
+
+        ``proceed`` is called before each request, and may raise to leave off.
+        """
         with suppress(FileNotFoundError, CorruptObject):
             self.open(reference).release()
             return 0
-        self.put(read_object(backend, reference, limit=MAX_PART_BYTES), reference.digest)
+        _check_limit(reference, MAX_PART_BYTES)
+        small = reference.size <= limits.piece_bytes and not self._partial(reference).exists()
+        if not small and not reads_whole(backend, reference.key):
+            return self._fetch_in_pieces(backend, reference, limits, proceed)
+        with limits.taking(reference.size, proceed):
+            self.put(read_object(backend, reference, limit=MAX_PART_BYTES), reference.digest)
         return reference.size
+
+    def _fetch_in_pieces(
+        self, backend: Backend, reference: PartRef, limits: Limits, proceed: Callable[[], object]
+    ) -> int:
+        partial = self._partial(reference)
+        downloaded = self._gather(partial, backend, reference, limits, proceed)
+        try:
+            self._map(partial, reference).release()
+        except CorruptObject:
+            # A machine that lost power may have kept a file's length and not its bytes; or a piece came wrong.
+            partial.unlink()
+            downloaded += self._gather(partial, backend, reference, limits, proceed)
+            try:
+                self._map(partial, reference).release()
+            except CorruptObject:
+                partial.unlink()
+                raise
+        try:
+            partial.replace(self._path(reference.digest))
+        except OSError as error:
+            raise disk_error(error, partial) from error
+        return downloaded
+
+    @staticmethod
+    def _gather(path: Path, backend: Backend, reference: PartRef, limits: Limits, proceed: Callable[[], object]) -> int:
+        """Append what is missing to a partial file; returns how many bytes that were."""
+        try:
+            with path.open("ab") as stream:
+                if stream.tell() > reference.size:
+                    stream.truncate(0)
+                    stream.seek(0)
+                here = start = stream.tell()
+                while start < reference.size:
+                    end = min(start + limits.piece_bytes, reference.size)
+                    with limits.taking(end - start, proceed):
+                        data = backend.read_range(reference.key, start, end)
+                        _check_length(data, end - start, reference)
+                        stream.write(data)
+                        stream.flush()  # what has arrived outlives this process
+                        del data
+                    start = end
+        except OSError as error:
+            raise disk_error(error, path) from error
+        return reference.size - here
+
+    def drop_partials(self, wanted: Iterable[PartRef]) -> None:
+        """Forget half-fetched parts that are not among the wanted ones."""
+        kept = {self._partial(reference) for reference in wanted}
+        for path in self.directory.glob("*.partial"):
+            if path not in kept:
+                with suppress(OSError):
+                    path.unlink()
 
     def remove(self, reference: PartRef) -> None:
         """Forget one part."""
         with suppress(FileNotFoundError):
             self._path(reference.digest).unlink()
+        with suppress(FileNotFoundError):
+            self._partial(reference).unlink()
 
     def clear(self) -> None:
         """Forget all parts."""

@@ -40,6 +40,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     engine: str | UnsetType = UNSET
     engine_url: str | UnsetType = UNSET
     workers: int | UnsetType = UNSET
+    max_bandwidth: str | int | UnsetType = UNSET
+    memory_budget: str | int | UnsetType = UNSET
+    nice: int | UnsetType = UNSET
+    io_priority: str | UnsetType = UNSET
+    durability: str | UnsetType = UNSET
+    unsafe_file_system: bool | UnsetType = UNSET
+    scrub_rate: str | int | UnsetType = UNSET
     cache: str | UnsetType = UNSET
     cache_size: str | int | UnsetType = UNSET
     trusted_keys: tuple[str, ...] | UnsetType = UNSET
@@ -56,6 +63,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
 
 #: Those whose parameter of the command has another name.
 _PARAMETERS = {"cache_size": "cache_bytes"}
+#: Those that may be numbers in a file, and are texts on the command line.
+_TEXTS = frozenset({"target", "cache_size", "max_bandwidth", "memory_budget", "scrub_rate"})
 _FIELDS = {field.encode_name: field.name for field in msgspec.structs.fields(Settings)}
 
 
@@ -99,7 +108,7 @@ def _typed(name: str, value: Any) -> Any:
     """Return a value as its flag takes it."""
     if isinstance(value, dict):
         return [f"{key}={_text(item)}" for key, item in value.items()]
-    return str(value) if name in {"target", "cache_size"} else value
+    return str(value) if name in _TEXTS else value
 
 
 def _text(value: Scalar) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from deltastore.errors import (
+    DamagedSlot,
     DeltastoreError,
     EngineError,
     SlotError,
@@ -24,6 +25,7 @@ from deltastore.errors import (
     VersionNotFound,
 )
 from deltastore.heartbeat import Heartbeat, is_receiver_id, is_word
+from deltastore.limits import Bandwidth, Limits, within_budget
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
@@ -34,6 +36,9 @@ from .fleet import Heartbeats, own_id
 from .follower import Follower, check_target
 from .logs import tell
 from .patcher import Patcher
+from .priority import Priority
+from .repair import repair
+from .scrub import Scrub
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from deltastore.reader import Store
 
     from .engines import Engine, EngineInfo
+    from .repair import Repaired
     from .slots import LiveSlot
     from .status import Status
 
@@ -65,7 +71,10 @@ class _Overtaken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an operator decides. ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent)."""
+    """What an operator decides. Sizes are in bytes; ``max_bandwidth``, ``scrub_rate`` (0: never) in bytes a second.
+
+    ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent).
+    """
 
     store: str
     checkpoint: Path
@@ -80,6 +89,13 @@ class Options:
     cache_bytes: int | None = None
     trusted_keys: tuple[str, ...] | None = None
     workers: int | None = None
+    max_bandwidth: int | None = None
+    memory_budget: int | None = None
+    nice: int | None = None
+    io_priority: str | None = None
+    durability: str = "version"
+    unsafe_file_system: bool = False
+    scrub_rate: int = 0
     group: str | None = None
     receiver_id: str | None = None
     heartbeat: float | None = None
@@ -105,8 +121,15 @@ class Receiver:
         self._options = options
         self._status = status
         self._status.group = options.group
-        self._slots = Slots(options.checkpoint)
+        self._slots = Slots(
+            options.checkpoint,
+            durable=options.durability == "version",
+            any_place=options.unsafe_file_system,
+            sleep=self._throttle,
+        )
         self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
+        rate = options.scrub_rate
+        self._scrub = Scrub(self._slots.directory / "scrub.json", rate=rate) if rate else None
         # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.
         self._stopping = False
         self._woken: SimpleQueue[None] = SimpleQueue()
@@ -118,6 +141,28 @@ class Receiver:
         self._heeded: Control | SlotError | None = None  # the one that the follower was made for
         self._begun = False
         self._in_touch = False
+        self._mending = False
+        self._priority = Priority(nice=options.nice, io=options.io_priority)
+        self._limits = self._share_out()
+
+    def _share_out(self) -> Limits:
+        options = self._options
+        rate = options.max_bandwidth
+        bandwidth = None if rate is None else Bandwidth(rate, sleep=self._throttle)
+        if options.memory_budget is None:
+            return Limits(workers=options.workers, bandwidth=bandwidth)
+        return within_budget(
+            options.memory_budget,
+            workers=options.workers,
+            cores=default_workers(),
+            whole_parts=options.cache is not None,
+            bandwidth=bandwidth,
+        )
+
+    def _throttle(self, seconds: float) -> None:
+        """Wait for bandwidth, or for room, unless something else is wanted by then."""
+        wait_unless(lambda: self._stopping, seconds)
+        self._check()
 
     # From other threads
 
@@ -215,7 +260,8 @@ class Receiver:
             self._until_done(self._start)
             heartbeats = self._start_heartbeats()
             while not self._stopping:
-                self._until_done(self._step)
+                self._until_done(self._step_or_mend)
+                self._read_over()
                 self._wait(self._options.poll)
             clean = True
         except Stopped:
@@ -297,7 +343,72 @@ class Receiver:
     # One pass
 
     def _start(self) -> None:
-        self._begin(self._open_store())
+        store = self._open_store()
+        try:
+            self._begin(store)
+        except (DamagedSlot, SlotError) as error:
+            if self._slots.live_name() is None:
+                raise
+            self._mend(error, lambda: self._begin(store))
+
+    def _step_or_mend(self) -> None:
+        try:
+            self._step()
+        except DamagedSlot as error:
+            self._mend(error, self._patcher.adopt)
+            self._step()
+
+    def _mend(self, problem: DeltastoreError, adopt: Callable[[], object]) -> None:
+        """Mend the live slot and take it over again; an operator's orders wait for that.
+
+        The engine may have loaded what was damaged: it loads and confirms again.
+        """
+        tell("damaged", f"{problem} It is mended.", level=logging.WARNING, key=problem.key)
+        self._status.enter("repairing")
+        self._confirmed = self._status.serving = None
+        self._mending = True
+        try:
+            repaired = self._priority.run(self._repair, leave=self.stop)
+            self._status.repaired(repaired)
+            tell(
+                "mended",
+                f"Mended {repaired.damaged} chunks of version {repaired.version}.",
+                version=repaired.version,
+                damaged=repaired.damaged,
+                from_other=repaired.from_other,
+                from_store=repaired.from_store,
+                fetched_bytes=repaired.fetched_bytes,
+            )
+            adopt()
+        finally:
+            self._mending = False
+
+    def _repair(self) -> Repaired:
+        return repair(
+            self._store,
+            self._slots,
+            base=self._options.base,
+            workers=self._limits.workers or default_workers(),
+            progress=self._progress,
+        )
+
+    def _read_over(self) -> None:
+        """Read a few of the live slot's chunks over, as far as the rate allows, and mend what is damaged."""
+        live, source = self._slots.live(), self._patcher.source
+        if self._scrub is None or live is None or source is None:
+            return
+        try:
+            found = self._scrub.step(live, source, self._store.hash, stopped=lambda: not self._woken.empty())
+            record, schema = self._scrub.record, source.checkpoint.schema
+            self._status.scrubbed(passed_at=record.passed_at, chunk=record.chunk, chunks=schema.chunks)
+            if len(found):
+                number = int(found[0])
+                name = schema.tensors[int(schema.first_chunk.searchsorted(number, side="right")) - 1].name
+                key = str(live.directory)
+                self._mend(DamagedSlot(f"A chunk of {name!r} in {key} is damaged.", key=key), self._patcher.adopt)
+        except DeltastoreError as error:  # it goes on being served; the next pass tries again
+            self._status.failed(error)
+            self._tell_failure("The next pass tries again.")
 
     def _open_store(self) -> Store:
         options = self._options
@@ -325,21 +436,26 @@ class Receiver:
             store,
             self._slots,
             base=self._options.base,
-            workers=self._options.workers or default_workers(),
+            workers=self._limits.workers or default_workers(),
+            limits=self._limits,
             progress=self._progress,
         )
         self._status.stream_id = store.stream_id
         self._status.enter("starting")
-        live = self._patcher.adopt()
+        live = self._priority.run(self._patcher.adopt, leave=self.stop)
         if live is not None:
             self._status.version = live.record.version
         self._status.succeeded()
 
     def _progress(self, what: str, done: int, total: int) -> None:
         self._status.progress(what, done, total)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise to leave a patch off, when it is not wanted any more."""
         if self._stopping:
             raise Stopped
-        if self._heeded is not None and self._control is not self._heeded:
+        if not self._mending and self._heeded is not None and self._control is not self._heeded:
             raise _Overtaken
 
     def _step(self) -> None:
@@ -349,6 +465,8 @@ class Receiver:
         """
         try:
             wanted = self._approach()
+        except DamagedSlot:
+            raise  # no engine is to load it
         except DeltastoreError:
             live = self._slots.live()
             if live is not None:
@@ -375,7 +493,7 @@ class Receiver:
         live = self._slots.live()
         if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
             try:
-                self._patch(wanted)
+                return self._patch(wanted)
             except VersionForgotten:
                 if self._follower.wanted().version == wanted.version:  # a fixed target
                     raise
@@ -406,9 +524,13 @@ class Receiver:
             self._status.enter("following" if wanted is not None else "paused")
             self._status.succeeded()
 
-    def _patch(self, wanted: Manifest) -> None:
+    def _patch(self, wanted: Manifest) -> Manifest:
+        """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
         self._status.enter("patching")
-        patched = self._patcher.move_to(wanted)
+        patched = self._priority.run(
+            lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
+        )
+        self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)
         tell(
             "patched",
@@ -419,6 +541,7 @@ class Receiver:
             fetched_bytes=patched.fetched_bytes,
             stages=dict(patched.stages),
         )
+        return patched.target
 
     def _serve(self, live: LiveSlot) -> None:
         """Make sure that the engine serves the live slot.

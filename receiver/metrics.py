@@ -17,6 +17,7 @@ _GAUGES = {
     "pinned": "1 while an operator's pin takes the place of --target.",
     "paused": "1 while following is paused.",
     "seconds_since_success": "Seconds since the last pass without an error.",
+    "scrub_passed_timestamp_seconds": "When all chunks of the live slot were last read over.",
 }
 
 

@@ -8,20 +8,33 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from deltastore.codec.chunk import warm_up
-from deltastore.errors import BaseMismatch, CorruptObject, DeltastoreError, StreamMismatch, UsageError, VersionNotFound
+from deltastore.errors import (
+    BaseMismatch,
+    CorruptObject,
+    DamagedSlot,
+    DeltastoreError,
+    StreamMismatch,
+    UsageError,
+    VersionNotFound,
+)
+from deltastore.limits import UNLIMITED
 from deltastore.manifest import manifest_key
 from deltastore.planner import Planner
 from deltastore.replay import Fetch, counter
-from deltastore.restore import Source, build_checkpoint, identify
+from deltastore.restore import Source, build_checkpoint, identify, outline
 from deltastore.spool import Spool
+
+from .records import FORMAT, Goal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from deltastore.limits import Limits
     from deltastore.manifest import Manifest
     from deltastore.plan import Plan
     from deltastore.reader import Store
@@ -31,9 +44,12 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["Patched", "Patcher"]
+__all__ = ["Patched", "Patcher", "check_history"]
 
 _log = logging.getLogger("receiver")
+
+#: A newer version is folded into a patch if it adds at most this share of the model to what is fetched.
+_FOLDED_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +57,25 @@ class Patched:
     """What a patch did: versions, bytes downloaded, seconds of each stage (verify, fetch, patch, swap)."""
 
     start: int | None
-    end: int
+    target: Manifest
     fetched_bytes: int
     stored_bytes: int
     stages: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The version that was patched to."""
+        return self.target.version
+
+
+class _Newer(Exception):
+    """Raised out of a build for a plan to a newer version; ``fetched_bytes`` were downloaded before."""
+
+    def __init__(self, target: Manifest, plan: Plan, fetched_bytes: int) -> None:
+        super().__init__()
+        self.target = target
+        self.plan = plan
+        self.fetched_bytes = fetched_bytes
 
 
 class Patcher:
@@ -57,15 +88,22 @@ class Patcher:
         *,
         base: Path | None = None,
         workers: int,
+        limits: Limits = UNLIMITED,
         progress: Progress | None = None,
     ) -> None:
         self._store = store
         self._slots = slots
         self._base = base
         self._workers = workers
+        self._limits = limits
         self._progress = progress
         self._source: Source | None = None
         warm_up(spec.width for spec in store.schema())
+
+    @property
+    def source(self) -> Source | None:
+        """What the live slot holds; ``None`` before it was adopted, or where there is none."""
+        return self._source
 
     def adopt(self) -> LiveSlot | None:
         """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.
@@ -76,7 +114,7 @@ class Patcher:
         """
         live = self._slots.live()
         if live is not None:
-            self._check_history(live)
+            check_history(self._store, self._slots, live)
             total = sum(file.size for file in live.record.files)
             verifying = counter(self._progress, "verify", total)
             self._source = self._slots.source(live, workers=self._workers, progress=verifying)
@@ -93,38 +131,20 @@ class Patcher:
         self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
         return self.adopt()
 
-    def _check_history(self, live: LiveSlot) -> None:
-        record = live.record
-        if record.stream_id != self._store.stream_id:
-            raise StreamMismatch(
-                f"{self._slots.link} follows the stream {record.stream_id}; "
-                f"{self._store.backend.url} holds {self._store.stream_id}.",
-                key=str(self._slots.link),
-                hint="Give this stream's store, or a checkpoint path of its own.",
-            )
-        try:
-            same = self._store.manifest(record.version).commit_id == record.commit_id
-        except VersionNotFound:
-            same = False
-        if not same:
-            raise StreamMismatch(
-                f"Version {record.version} in {self._store.backend.url} is not the one in {self._slots.link}: "
-                "the store was rolled back or replaced.",
-                key=manifest_key(record.version),
-                hint=f"Remove {self._slots.link} to start again from the store.",
-            )
-
-    def move_to(self, target: Manifest) -> Patched:
+    def move_to(self, target: Manifest, *, newest: Callable[[], Manifest] | None = None) -> Patched:
         """Build ``target`` in the other slot, durably, and make it live. The live slot is only read.
 
         Parts that were fetched before a kill are found again. Whatever fails, the live slot stays as it was. A
-        version that the other slot still holds whole needs no store.
+        version that the other slot still holds whole needs no store. ``newest`` is asked for a newer target when the
+        way is planned, and once more when the parts are here; from then on the target is fixed.
         """
         started = time.perf_counter()
         if (back := self._swap_back(target, started)) is not None:
             return back
         source = self._source or self._first_source()
         start = source.version if source else None
+        if newest is not None:
+            target = max(target, newest(), key=lambda manifest: manifest.version)  # hashing a base takes a while
         planner = Planner(self._store)
         spool = Spool(self._slots.parts)
         planned = time.perf_counter()
@@ -132,30 +152,49 @@ class Patcher:
         def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Source, Replayed]:
             nonlocal planned
             planned = time.perf_counter()
+            plain = outline(self._store, source)
+            goal = Goal(FORMAT, self._store.stream_id, target.commit_id, plain.digest(self._store.hash))
+            all_here = None if newest is None else partial(self._look_again, planner, target, newest)
+            self._slots.check_room(plain.nbytes + spool.missing_bytes(plan.parts))
             try:
-                with Fetch(self._store, plan, spool, progress=self._progress) as fetch:
-                    name, directory = self._slots.prepare()
+                with Fetch(
+                    self._store, plan, spool, limits=self._limits, progress=self._progress, all_here=all_here
+                ) as fetch:
+                    begun = self._slots.begin(goal)
                     built, replayed = build_checkpoint(
-                        fetch, source, directory, workers=self._workers, progress=self._progress
+                        fetch,
+                        source,
+                        plain,
+                        begun.directory,
+                        workers=self._workers,
+                        resume=begun.resumed,
+                        durable=self._slots.durable,
+                        lost=partial(self._slots.give_up, begun.name),
+                        progress=self._progress,
                     )
             except BaseMismatch as error:
                 if source is not self._source:
                     raise
-                raise CorruptObject(  # no wrong base, but a live slot whose bytes changed
+                raise DamagedSlot(  # no wrong base, but a live slot whose bytes changed
                     f"The live slot is damaged: {error}",
                     key=str(self._slots.link),
-                    hint=f"Remove {self._slots.link} (the link only) and start the receiver again: it is built anew.",
+                    hint=f"Mend it with `receiver repair`, or remove {self._slots.link} (the link) to build it anew.",
                 ) from error
-            return name, plan, built, replayed
+            return begun.name, plan, built, replayed
 
+        fetched_before = 0
         try:
-            name, plan, built, replayed = planner.follow(planner.plan(start, target.version), build)
-        except VersionNotFound:
-            # A full chunk does not lead back, and a store without an anchor has no other way: the base may have one.
-            if source is None or self._base is None:
-                raise
-            source = identify(self._store, self._base, workers=self._workers, progress=self._progress)
-            name, plan, built, replayed = planner.follow(planner.plan(source.version, target.version), build)
+            try:
+                name, plan, built, replayed = planner.follow(planner.plan(start, target.version), build)
+            except VersionNotFound:
+                # A full chunk does not lead back, and without an anchor there is no other way: the base may have one.
+                if source is None or self._base is None:
+                    raise
+                source = identify(self._store, self._base, workers=self._workers, progress=self._progress)
+                name, plan, built, replayed = planner.follow(planner.plan(source.version, target.version), build)
+        except _Newer as newer:
+            target, newest, fetched_before = newer.target, None, newer.fetched_bytes
+            name, plan, built, replayed = planner.follow(newer.plan, build)
         self._slots.finish(name, built, target, self._store.hash)
         patched = time.perf_counter()
         self._slots.swap(name)
@@ -167,8 +206,8 @@ class Patcher:
         swapped = time.perf_counter()
         return Patched(
             start=start,
-            end=target.version,
-            fetched_bytes=replayed.fetched_bytes,
+            target=target,
+            fetched_bytes=fetched_before + replayed.fetched_bytes,
             stored_bytes=plan.stored_bytes,
             stages={
                 "verify": planned - started,
@@ -177,6 +216,22 @@ class Patcher:
                 "swap": swapped - patched,
             },
         )
+
+    def _look_again(self, planner: Planner, target: Manifest, newest: Callable[[], Manifest], fetch: Fetch) -> None:
+        """Raise ``_Newer`` if there is a newer version now, and its parts are few against the model."""
+        here = {part.key for step in fetch.plan.steps for part in step.parts}
+        try:
+            found = newest()
+            if found.version <= target.version:
+                return
+            further = planner.plan(fetch.plan.start, found.version)
+        except DeltastoreError as error:  # all that this patch needs is here: it is not given up for a question
+            _log.info("Whether there is a newer version is not known: %s", error)
+            return
+        missing = sum(part.size for step in further.steps for part in step.parts if part.key not in here)
+        if missing <= _FOLDED_SHARE * found.model.snapshot_bytes:
+            _log.info("Version %d is folded into the patch to %d.", found.version, target.version)
+            raise _Newer(found, further, fetch.downloaded())
 
     def _swap_back(self, target: Manifest, started: float) -> Patched | None:
         """Make the other slot live if it holds ``target``, verified; else return ``None``."""
@@ -191,7 +246,7 @@ class Patcher:
         self.go_back()
         return Patched(
             start=live.record.version,
-            end=target.version,
+            target=target,
             fetched_bytes=0,
             stored_bytes=0,
             stages={"verify": verified - started, "swap": time.perf_counter() - verified},
@@ -224,3 +279,25 @@ class Patcher:
             self._slots.swap(other.name)
             self._source = self._slots.source(other, workers=self._workers)
         return other
+
+
+def check_history(store: Store, slots: Slots, live: LiveSlot) -> None:
+    """Raise ``StreamMismatch`` unless what a slot holds is a version of the store's stream and history."""
+    record = live.record
+    if record.stream_id != store.stream_id:
+        raise StreamMismatch(
+            f"{slots.link} follows the stream {record.stream_id}; {store.backend.url} holds {store.stream_id}.",
+            key=str(slots.link),
+            hint="Give this stream's store, or a checkpoint path of its own.",
+        )
+    try:
+        same = store.manifest(record.version).commit_id == record.commit_id
+    except VersionNotFound:
+        same = False
+    if not same:
+        raise StreamMismatch(
+            f"Version {record.version} in {store.backend.url} is not the one in {slots.link}: "
+            "the store was rolled back or replaced.",
+            key=manifest_key(record.version),
+            hint=f"Remove {slots.link} to start again from the store.",
+        )

@@ -4,11 +4,16 @@
     DIR.slots/a, b/      the two slots; the live one is never written
     DIR.slots/a.json     what slot a holds: written when the slot is whole and durable, removed before it is touched
     DIR.slots/a.digests  the chunk digests of that snapshot
+    DIR.slots/a.goal     what slot a is to become, while it is being written
     DIR.slots/parts/     fetched parts, until they are applied
     DIR.slots/lock       held by the one receiver that works here
 
 The link is the only truth about which slot is live, and a slot's own record about what is in it: one atomic rename of
 the link changes both. A kill at any instant leaves the link on a slot that has its record.
+
+A slot with a goal was emptied for it, and nobody loads from it: the next attempt at the same goal goes on with its
+files. Nothing is believed of them: each chunk is hashed and compared before it is left as it is. (That this kernel
+wrote them would not do: a forced unmount or a failed write loses what a process thought was written.)
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,47 +35,33 @@ import numpy as np
 
 from deltastore.checkpoint import Checkpoint, open_checkpoint
 from deltastore.clock import now
-from deltastore.digest import HASHES, Hasher, hasher
-from deltastore.errors import CheckpointError, CorruptObject, SlotError, StorageError, UsageError
+from deltastore.digest import Hasher, hasher
+from deltastore.errors import CheckpointError, DamagedSlot, DiskFull, SlotError, StorageError, UsageError
 from deltastore.materialize import sync_directory, write_file
 from deltastore.restore import Source
-from deltastore.snapshot import snapshot_id, tensor_digests
+from deltastore.snapshot import snapshot_id
 from deltastore.spool import disk_error
+
+from .place import allocated_bytes, check_place, free_bytes, holders
+from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
+from .scrub import SlotFiles, damaged_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from deltastore.manifest import Manifest
-    from deltastore.snapshot import Digests
+    from deltastore.snapshot import Digests, Schema
 
-__all__ = ["LiveSlot", "SlotRecord", "Slots"]
+__all__ = ["Begun", "LiveSlot", "SlotRecord", "Slots"]
 
 _NAMES: tuple[Literal["a", "b"], Literal["a", "b"]] = ("a", "b")
-_FORMAT = 1
+#: Modification times may be this coarse (seconds): a file that was touched just now could be touched again unseen.
+_COARSE = 4
+#: How long to wait for processes that keep the room of a slot's old files taken, in seconds, and how often to look.
+_HELD_SECONDS = 120.0
+_LOOK_SECONDS = 0.5
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-
-
-class _File(msgspec.Struct, frozen=True, array_like=True):
-    """A weight file as it was when it was verified: its name, size, modification time (ns) and inode."""
-
-    name: str
-    size: int
-    modified_ns: int
-    inode: int
-
-
-class SlotRecord(msgspec.Struct, frozen=True):
-    """What a slot holds. ``boot_id`` is that of the kernel under which the bytes were last hashed."""
-
-    format: int
-    stream_id: str
-    version: int
-    commit_id: str
-    snapshot_id: str
-    hash: str
-    boot_id: str
-    files: tuple[_File, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +71,15 @@ class LiveSlot:
     name: Literal["a", "b"]
     directory: Path
     record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A slot to be written: ``resumed`` when an attempt at the same goal left files to go on with."""
+
+    name: Literal["a", "b"]
+    directory: Path
+    resumed: bool
 
 
 def _boot_id() -> str:
@@ -107,9 +108,23 @@ def _holder(path: Path) -> str:
 
 
 class Slots:
-    """The slots of one ``--checkpoint DIR``. Take ``lock`` before anything is changed."""
+    """The slots of one ``--checkpoint DIR``. Take ``lock`` before anything is changed.
 
-    def __init__(self, checkpoint: str | Path) -> None:
+    ``durable``: nothing is made live before it is on the disk. ``any_place``: file systems that may not keep what slots
+    need are taken. ``sleep`` waits for seconds; what it raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        durable: bool = True,
+        any_place: bool = False,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.durable = durable
+        self._any_place = any_place
+        self._sleep = sleep
         # Not resolved: the last component is the link itself.
         path = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - Path.absolute keeps `..`, resolve follows the link
         if not path.name:
@@ -124,7 +139,9 @@ class Slots:
         """Become the one receiver of this checkpoint, until ``unlock``; raises ``SlotError`` saying who is."""
         path = self.directory / "lock"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._sync(self.directory.parent)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise disk_error(error, path) from error
@@ -143,6 +160,16 @@ class Slots:
                 hint="Stop that one first, or give this one a checkpoint of its own.",
             ) from error
         self._lock = descriptor
+        try:
+            if not self._any_place:
+                check_place(self.directory, locked=descriptor)
+        except OSError as error:
+            self.unlock()
+            raise disk_error(error, self.directory) from error
+        except SlotError:
+            self.unlock()
+            raise
+        shutil.rmtree(self.directory / "mend", ignore_errors=True)  # of a repair that was cut off
         self.announce(url)
 
     def announce(self, url: str | None) -> None:
@@ -171,7 +198,7 @@ class Slots:
 
         ``None`` when the path is free or is not ours yet. Raises ``SlotError`` on a damaged record.
         """
-        name = self._linked_name()
+        name = self.live_name()
         if name is None:
             return None
         directory = self.directory / name
@@ -190,7 +217,8 @@ class Slots:
             return None
         return LiveSlot(name, self.directory / name, self._read_record(name))
 
-    def _linked_name(self) -> Literal["a", "b"] | None:
+    def live_name(self) -> Literal["a", "b"] | None:
+        """Return the name of the slot that the link leads to, whatever is in it."""
         try:
             target = self.link.readlink()
         except OSError:
@@ -201,61 +229,58 @@ class Slots:
     def _read_record(self, name: str) -> SlotRecord:
         path = self.directory / f"{name}.json"
         try:
-            line, _, rest = path.read_bytes().partition(b"\n")
-            algorithm = rest.partition(b":")[0].decode("ascii", "replace")
-            if algorithm not in HASHES or hasher(algorithm).of(line).encode() + b"\n" != rest:
-                raise msgspec.DecodeError("its digest does not fit")
-            record = msgspec.json.decode(line, type=SlotRecord)
-            if record.format != _FORMAT:
-                raise msgspec.DecodeError(f"it has the format {record.format}, this release knows {_FORMAT}")
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            return read_record(path, SlotRecord)
+        except (OSError, ValueError) as error:
             raise SlotError(
                 f"The record of the live slot, {path}, cannot be used: {error}.",
                 key=str(path),
                 hint=f"Remove {self.link} (the link only) to build the checkpoint anew.",
             ) from error
-        return record
 
-    def digests(self, live: LiveSlot, checkpoint: Checkpoint) -> Digests:
-        """Return the live slot's chunk digests, proven against its snapshot id."""
+    def digests(self, live: LiveSlot, schema: Schema) -> Digests:
+        """Return a slot's chunk digests, proven against its snapshot id."""
         path = self.directory / f"{live.name}.digests"
         hash_function = hasher(live.record.hash)
         try:
             data = path.read_bytes()
+        except FileNotFoundError as error:
+            hint = f"Remove {self.link} and start again."
+            raise SlotError(f"{path} is gone.", key=str(path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, path) from error
-        if len(data) != checkpoint.schema.chunks * hash_function.size:
+        if len(data) != schema.chunks * hash_function.size:
             raise SlotError(f"{path} has a wrong size.", key=str(path), hint=f"Remove {self.link} and start again.")
         table = np.frombuffer(data, np.uint8).reshape(-1, hash_function.size)
-        if snapshot_id(checkpoint.schema, table, hash_function) != live.record.snapshot_id:
+        if snapshot_id(schema, table, hash_function) != live.record.snapshot_id:
             raise SlotError(f"{path} is damaged.", key=str(path), hint=f"Remove {self.link} and start again.")
         return table
 
     def open(self, live: LiveSlot) -> Checkpoint:
-        """Open a slot's checkpoint; raises ``CorruptObject`` when its files are not what was recorded whole."""
+        """Open a slot's checkpoint; raises ``DamagedSlot`` when its files are not what was recorded whole."""
         try:
             return open_checkpoint(live.directory)
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
                 raise  # out of reach, which is no damage
-            raise CorruptObject(
+            raise DamagedSlot(
                 f"The live slot is damaged: {str(error).rstrip('.')}.",
                 key=error.key,
-                hint=f"Remove {self.link} (the link only) and start the receiver again: it is built anew.",
+                hint=f"Mend it with `receiver repair`. Remove {self.link} (the link only) to have it built anew.",
             ) from error
 
     def source(self, live: LiveSlot, *, workers: int, progress: Callable[[int], object] | None = None) -> Source:
         """Open the live slot as the source of a patch.
 
         Its bytes are believed if they were hashed under this kernel and its files were not touched since; else they
-        are hashed again. Raises ``CorruptObject`` naming the tensors that are damaged.
+        are hashed again. Raises ``DamagedSlot`` naming the tensors that are damaged.
         """
         checkpoint = self.open(live)
-        digests = self.digests(live, checkpoint)
+        digests = self.digests(live, checkpoint.schema)
         record = live.record
         if not record.boot_id or record.boot_id != _boot_id() or record.files != _files(checkpoint):
+            files = _settled(checkpoint)  # before they are read: what is written meanwhile shows next time
             self.verify(checkpoint, digests, hasher(record.hash), workers=workers, progress=progress)
-            self._write_record(live.name, checkpoint, record)
+            self._write_record(live.name, record, files)
         return Source(checkpoint, record.version, digests)
 
     @staticmethod
@@ -269,34 +294,95 @@ class Slots:
     ) -> None:
         """Hash every chunk.
 
-        Raises ``CorruptObject`` naming the first tensors whose bytes are not those of ``digests``.
+        Raises ``DamagedSlot`` naming the first tensors whose bytes are not those of ``digests``.
         """
-        found = checkpoint.digests(hash_function, workers=workers, progress=progress)
-        damaged = np.flatnonzero((found != digests).any(axis=1))
+        schema = checkpoint.schema
+        with SlotFiles(checkpoint.directory, checkpoint.layout, checkpoint.places) as files:
+            damaged = damaged_chunks(files, schema, digests, hash_function, workers=workers, progress=progress)
         if len(damaged):
-            schema = checkpoint.schema
-            wanted, now = (tensor_digests(schema, table, hash_function) for table in (digests, found))
-            names = [spec.name for spec, one, other in zip(schema, wanted, now, strict=True) if one != other]
-            raise CorruptObject(
+            tensors = np.unique(np.searchsorted(schema.first_chunk, damaged, side="right") - 1).tolist()
+            names = [schema.tensors[position].name for position in tensors]
+            raise DamagedSlot(
                 f"{len(damaged)} of {schema.chunks} chunks in {checkpoint.directory} are damaged, "
                 f"in {', '.join(names[:3])}{' …' if len(names) > 3 else ''}.",
                 key=str(checkpoint.directory),
-                hint="Remove the checkpoint's link and start the receiver again: it is built anew.",
+                hint="Mend it with `receiver repair`.",
             )
 
     # Changing
+
+    def _spare(self) -> tuple[Literal["a", "b"], Path]:
+        name: Literal["a", "b"] = "b" if self.live_name() == "a" else "a"
+        return name, self.directory / name
+
+    def _is_begun(self, name: str, goal: Goal) -> bool:
+        """Tell whether a slot's files were made for a goal, and by nobody finished."""
+        directory = self.directory / name
+        if (self.directory / f"{name}.json").exists() or directory.is_symlink() or not directory.is_dir():
+            return False
+        try:
+            return read_record(self.directory / f"{name}.goal", Goal) == goal
+        except (OSError, ValueError):
+            return False
+
+    def begin(self, goal: Goal) -> Begun:
+        """Return the slot that is not live, with what an attempt at the same goal left in it, or else empty."""
+        name, directory = self._spare()
+        if self._is_begun(name, goal):
+            return Begun(name, directory, resumed=True)
+        self.prepare()
+        write_file(self.directory / f"{name}.goal", record_bytes(goal), durable=self.durable)
+        return Begun(name, directory, resumed=False)
+
+    def give_up(self, name: str) -> None:
+        """Forget a slot's goal: what its files hold may differ from what is read back from them."""
+        with suppress(OSError):  # the disk fails already, which is what is raised
+            (self.directory / f"{name}.goal").unlink(missing_ok=True)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise ``DiskFull``, saying what is missing, unless ``nbytes`` can be written once the spare slot is emptied.
+
+        Nothing is changed. Files that a process still maps go on taking their room after they are unlinked; where that
+        matters their holders are waited for.
+        """
+        _, directory = self._spare()
+        waited = 0.0
+        while True:
+            try:
+                missing = nbytes - free_bytes(self.directory)
+                if missing <= 0:
+                    return
+                released = allocated_bytes(directory)
+                held = holders(directory)
+            except OSError as error:
+                raise disk_error(error, self.directory) from error
+            kept = min(released, sum(holder.nbytes for holder in held))
+            if missing <= released - kept:
+                return
+            if not held or missing > released or waited >= _HELD_SECONDS:
+                break
+            self._sleep(_LOOK_SECONDS)
+            waited += _LOOK_SECONDS
+        message = f"The disk of {self.directory} lacks {missing - released + kept} bytes for the next version"
+        if held and missing <= released:
+            who = ", ".join(f"{holder.name} (process {holder.pid})" for holder in held[:3])
+            raise DiskFull(
+                f"{message}: {who} still maps the version before.",
+                key=str(self.directory),
+                hint="Have it let go of that version, or free some space.",
+            )
+        raise DiskFull(f"{message}.", key=str(self.directory), hint="Free some space; it goes on by itself.")
 
     def prepare(self) -> tuple[Literal["a", "b"], Path]:
         """Empty the slot that is not live and return it.
 
         Files that a process still maps stay whole for it: they are unlinked.
         """
-        name: Literal["a", "b"] = "b" if self._linked_name() == "a" else "a"
-        directory = self.directory / name
+        name, directory = self._spare()
         try:
-            for leftover in (self.directory / f"{name}.json", self.directory / f"{name}.digests"):
-                leftover.unlink(missing_ok=True)
-            sync_directory(self.directory)
+            for kind in ("goal", "json", "digests"):
+                (self.directory / f"{name}.{kind}").unlink(missing_ok=True)
+            self._sync(self.directory)
             if directory.is_symlink():  # an adoption that was killed before its exchange
                 directory.unlink()
             elif directory.exists():
@@ -305,6 +391,18 @@ class Slots:
         except OSError as error:
             raise disk_error(error, directory) from error
         return name, directory
+
+    def _sync(self, directory: Path) -> None:
+        if self.durable:
+            sync_directory(directory)
+
+    def discard(self, name: str) -> None:
+        """Forget what a slot held: it is damaged."""
+        path = self.directory / f"{name}.json"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, path) from error
 
     def forget(self) -> None:
         """Drop what is known of slots that no link leads to: they may be of another stream, or of a lost history."""
@@ -315,9 +413,9 @@ class Slots:
             raise disk_error(error, self.directory) from error
 
     def finish(self, name: Literal["a", "b"], held: Source, manifest: Manifest, hash_function: Hasher) -> None:
-        """Record what a whole, durable slot holds."""
+        """Record what a whole slot holds, which is on the disk by now; its goal is reached."""
         record = SlotRecord(
-            format=_FORMAT,
+            format=FORMAT,
             stream_id=manifest.stream_id,
             version=manifest.version,
             commit_id=manifest.commit_id,
@@ -326,14 +424,18 @@ class Slots:
             boot_id="",
             files=(),
         )
-        write_file(self.directory / f"{name}.digests", np.ascontiguousarray(held.digests).tobytes())
-        self._write_record(name, held.checkpoint, record)
+        path = self.directory / f"{name}.goal"
+        try:
+            path.unlink(missing_ok=True)  # first: files that somebody may load are never gone on with
+        except OSError as error:
+            raise disk_error(error, path) from error
+        digests = np.ascontiguousarray(held.digests).tobytes()
+        write_file(self.directory / f"{name}.digests", digests, durable=self.durable)
+        self._write_record(name, record, _settled(held.checkpoint))
 
-    def _write_record(self, name: str, checkpoint: Checkpoint, record: SlotRecord) -> None:
-        current = msgspec.structs.replace(record, boot_id=_boot_id(), files=_files(checkpoint))
-        line = msgspec.json.encode(current, order="sorted")
-        digest = hasher(record.hash).of(line).encode()
-        write_file(self.directory / f"{name}.json", b"%b\n%b\n" % (line, digest))
+    def _write_record(self, name: str, record: SlotRecord, files: tuple[File, ...]) -> None:
+        current = msgspec.structs.replace(record, boot_id=_boot_id(), files=files)
+        write_file(self.directory / f"{name}.json", record_bytes(current), durable=self.durable)
 
     def swap(self, name: Literal["a", "b"]) -> None:
         """Make a recorded slot live.
@@ -359,7 +461,7 @@ class Slots:
                     raise
             else:
                 draft.replace(self.link)
-            sync_directory(self.link.parent)
+            self._sync(self.link.parent)
         except OSError as error:
             raise disk_error(error, self.link) from error
 
@@ -374,8 +476,8 @@ class Slots:
             directory.rmdir()
             directory.symlink_to(f"{self.directory.name}/{name}")
             _exchange(directory, self.link)
-            sync_directory(self.directory)
-            sync_directory(self.link.parent)
+            self._sync(self.directory)
+            self._sync(self.link.parent)
         except OSError as error:
             with suppress(OSError):
                 directory.unlink()
@@ -392,12 +494,23 @@ class Slots:
         return not any(path.is_symlink() for path in self.link.rglob("*"))
 
 
-def _files(checkpoint: Checkpoint) -> tuple[_File, ...]:
+def _files(checkpoint: Checkpoint) -> tuple[File, ...]:
     files = []
     for file in checkpoint.layout.files:
         status = (checkpoint.directory / file.name).stat()
-        files.append(_File(file.name, status.st_size, status.st_mtime_ns, status.st_ino))
+        files.append(File(file.name, status.st_size, status.st_mtime_ns, status.st_ino))
     return tuple(files)
+
+
+def _settled(checkpoint: Checkpoint) -> tuple[File, ...]:
+    """Return the files as they are, once a write from now on is sure to show in their modification times."""
+    for file in checkpoint.layout.files:
+        path = checkpoint.directory / file.name
+        status, now = path.stat(), time.time_ns()
+        if status.st_mtime_ns > now - _COARSE * 10**9:
+            with suppress(OSError):  # not ours, or read-only: then its time stays as it is
+                os.utime(path, ns=(status.st_atime_ns, now - 2 * _COARSE * 10**9))
+    return _files(checkpoint)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .activation import Activation
     from .control import Control
     from .patcher import Patched
+    from .repair import Repaired
 
 __all__ = ["Status", "StatusServer"]
 
@@ -71,6 +73,8 @@ class Status:
         self._stages: dict[str, float] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
+        self._scrub: dict[str, Any] = {"passed_at": None, "chunk": 0, "chunks": None}
+        self._repair: dict[str, Any] | None = None
         self._updated = time.monotonic()
         self._failed_passes = 0
         self._next_try = self._updated
@@ -123,9 +127,20 @@ class Status:
         }
         self._observe(activation.stages, before=self._stages)
 
-    def repaired(self, chunks: int) -> None:
-        """Note chunks of a slot that were found damaged and mended."""
-        self._metrics.repairs.inc(chunks)
+    def scrubbed(self, *, passed_at: str | None, chunk: int, chunks: int) -> None:
+        """Note how far the live slot was read over, and when all of it last was."""
+        self._scrub = {"passed_at": passed_at, "chunk": chunk, "chunks": chunks}
+
+    def repaired(self, repaired: Repaired) -> None:
+        """Note what was mended."""
+        self._metrics.repairs.inc(repaired.damaged)
+        self._repair = {
+            "version": repaired.version,
+            "damaged": repaired.damaged,
+            "from_other": repaired.from_other,
+            "from_store": repaired.from_store,
+            "at": now(),
+        }
 
     def heartbeat(self, arrived: bool) -> None:
         """Note that a heartbeat was sent, or was not."""
@@ -189,6 +204,8 @@ class Status:
             "stages": self._stages,
             "last_update": self._last,
             "last_activation": self._activation,
+            "scrub": self._scrub,
+            "last_repair": self._repair,
             "seconds_since_success": instant - self._updated,
             "failed_passes": self._failed_passes,
             "next_try_in": max(0.0, self._next_try - instant) if self._failed_passes else None,
@@ -219,6 +236,11 @@ class Status:
     def _target_age(self) -> float | None:
         return None if self.target_created_at is None else seconds_since(self.target_created_at)
 
+    @property
+    def _scrub_passed(self) -> float | None:
+        passed_at = self._scrub["passed_at"]
+        return None if passed_at is None else datetime.fromisoformat(passed_at.replace("Z", "+00:00")).timestamp()
+
     def metrics(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return self._metrics.text(
@@ -230,6 +252,7 @@ class Status:
             pinned=self._pinned is not None,
             paused=self._paused,
             seconds_since_success=time.monotonic() - self._updated,
+            scrub_passed_timestamp_seconds=self._scrub_passed,
         )
 
 

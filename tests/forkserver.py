@@ -182,7 +182,7 @@ def _warm_up() -> None:
 
     for name in ("init", "publish", "log", "show", "plan", "restore", "check", "anchor", "compact", "keygen", "fleet"):
         import_module(f"deltastore.cli.{name}")
-    for name in ("run", "once", "status", "pin", "pause_following", "resume_following", "cache", "verify"):
+    for name in ("run", "once", "status", "pin", "pause_following", "resume_following", "cache", "verify", "repair"):
         import_module(f"receiver.cli.{name}")
     for name in (
         "deltastore.fork",
@@ -259,6 +259,8 @@ def _main() -> None:
     tempfile.gettempdir()  # leaves a file behind when it is interrupted, which is the standard library's own affair
     if "SIGNAL_AT_CHANGE" in os.environ:
         _signal_at_change(*(int(number) for number in os.environ["SIGNAL_AT_CHANGE"].split("@")))
+    if "COUNT_WRITES" in os.environ:
+        _count_writes(os.environ["COUNT_WRITES"])
     code = 1
     try:
         _command(words[0])()
@@ -304,6 +306,22 @@ def _signal_at_change(signal_number: int, change: int) -> None:
     import receiver.slots  # noqa: PLC0415 - only here
 
     receiver.slots._exchange = wrapped(receiver.slots._exchange)
+
+
+def count_writes(path: Path) -> dict[str, str]:
+    """Return an environment that has a command add a line to a file for each write at an offset: its bytes."""
+    return {"COUNT_WRITES": str(path)}
+
+
+def _count_writes(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    pwrite = os.pwrite
+
+    def counted(descriptor: int, data: Any, offset: int) -> int:
+        os.write(log, b"%d\n" % memoryview(data).nbytes)  # before it: a kill may come between the two
+        return pwrite(descriptor, data, offset)
+
+    os.pwrite = counted
 
 
 def _command(program: str) -> Callable[[], None]:

@@ -11,6 +11,7 @@ import deltastore.attempt
 import deltastore.replay
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import CorruptObject, StorageError
+from deltastore.limits import Limits
 from deltastore.part import PartIdentity, build_part
 from deltastore.patch import write_each
 from deltastore.replay import Fetch, _windows, replay
@@ -114,6 +115,69 @@ def test_a_delta_of_many_parts_makes_several_windows(history) -> None:
     windows = list(_windows(store.plan(0, 2), chunks))
     assert len(windows) > 1
     assert [number for window in windows for number in window] == list(range(chunks))
+
+
+@pytest.mark.parametrize("rows", [1, 20, 10**9])
+def test_a_window_has_no_more_rows_than_it_may(history, tmp_path, rows) -> None:
+    store = open_store(history[0] / "store")
+    chunks, plan = store.schema().chunks, store.plan(0, 2)
+    windows = list(_windows(plan, chunks, rows=rows))
+    assert [number for window in windows for number in window] == list(range(chunks))
+    assert max(map(len, windows)) <= max(4, rows // len(plan.steps))
+    source = identify(store, history[0] / "base", workers=2)
+    result = Result()
+    with Fetch(store, plan, Spool(tmp_path / "parts"), limits=Limits(window_rows=rows)) as fetch:
+        replay(fetch, before=source.digests, read=source.checkpoint.read, write=write_each(result.write), workers=2)
+    assert all((result.tensors[name] == data).all() for name, data in history[1][2].items())
+
+
+def test_it_is_told_once_that_all_parts_are_here(history, tmp_path) -> None:
+    store = open_store(history[0] / "store")
+    plan = store.plan(0, 2)
+    told = []
+    with Fetch(store, plan, Spool(tmp_path / "parts"), all_here=told.append) as fetch:
+        for step in plan.steps:
+            for part in step.parts:
+                fetch.wait(part, step)
+    assert told == [fetch]
+    assert fetch.downloaded() == plan.stored_bytes
+
+
+class Paused:
+    """A backend that holds every range until it is told."""
+
+    def __init__(self, inner) -> None:
+        self._inner = inner
+        self.opened, self.entered = threading.Event(), threading.Semaphore(0)
+        self.ranges = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        self.ranges += 1
+        self.entered.release()
+        assert self.opened.wait(30)
+        return self._inner.read_range(key, start, end)
+
+
+def test_leaving_begins_no_other_request_and_what_came_is_kept(history, tmp_path) -> None:
+    store = open_store(history[0] / "store")
+    plan = store.plan(0, 2)
+    backend = store.backend
+    paused = store.backend = Paused(backend)
+    spool = Spool(tmp_path / "parts")
+    with Fetch(store, plan, spool, limits=Limits(largest_piece=1000, fetchers=2)) as fetch:
+        for _ in range(2):
+            assert paused.entered.acquire(timeout=30)
+        fetch._leaving.set()
+        paused.opened.set()
+    assert paused.ranges == 2
+    store.backend = backend
+    with Fetch(store, plan, spool, limits=Limits(largest_piece=1000, fetchers=2)) as fetch:
+        assert fetch.downloaded() == plan.stored_bytes - 2000
+    with Fetch(store, store.plan(0, 1), Spool(tmp_path / "parts")) as fetch:
+        assert fetch.downloaded() == 0
 
 
 class Gate:

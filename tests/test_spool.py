@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, DiskFull, StorageError
+from deltastore.limits import Limits
 from deltastore.manifest import PartRef
 from deltastore.spool import Spool, disk_error, read_object
+from deltastore.storage.cache import CachedBackend
+from deltastore.storage.cache_directory import CacheDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,3 +109,174 @@ def test_a_directory_that_cannot_be_made_is_told_with_its_path(tmp_path: Path) -
 def test_a_full_disk_is_told_apart_from_other_failures(tmp_path: Path) -> None:
     assert isinstance(disk_error(OSError(28, os.strerror(28)), tmp_path), DiskFull)
     assert not isinstance(disk_error(OSError(5, os.strerror(5)), tmp_path), DiskFull)
+
+
+class Pieces(OneObject):
+    """A backend with one object that notes which ranges were asked for, and may do something at one of them."""
+
+    def __init__(self, data: bytes, hooks: dict[int, Any] | None = None) -> None:
+        super().__init__(data)
+        self.ranges: list[tuple[int, int]] = []
+        self.hooks = hooks or {}
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        self.ranges.append((start, end))
+        hook = self.hooks.get(len(self.ranges))
+        data = self.data[start:end]
+        return hook(data) if hook else data
+
+
+PIECE = 100
+IN_PIECES = Limits(largest_piece=PIECE)
+
+
+def fail(_: bytes) -> bytes:
+    raise StorageError("the connection was lost")
+
+
+def fetch(spool: Spool, backend: Any, **changes: Any) -> int:
+    return spool.fetch(backend, reference_to(**changes), limits=IN_PIECES)
+
+
+def test_a_large_part_comes_in_pieces_and_a_small_one_whole(tmp_path: Path) -> None:
+    backend = Pieces(DATA)
+    assert fetch(Spool(tmp_path), backend) == len(DATA)
+    assert backend.ranges == [(start, min(start + PIECE, len(DATA))) for start in range(0, len(DATA), PIECE)]
+    assert backend.reads == 0
+    small = DATA[:PIECE]
+    backend = Pieces(small)
+    assert fetch(Spool(tmp_path), backend, size=PIECE, digest=XXH3.of(small)) == PIECE
+    assert (backend.reads, backend.ranges) == (1, [])
+    with Spool(tmp_path).open(reference_to()) as view:
+        assert bytes(view) == DATA
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_part_is_gone_on_with_where_it_was_left(tmp_path: Path) -> None:
+    backend = Pieces(DATA, {4: fail})
+    with pytest.raises(StorageError):
+        fetch(Spool(tmp_path), backend)
+    assert fetch(Spool(tmp_path), backend) == len(DATA) - 3 * PIECE
+    assert backend.ranges[3] == backend.ranges[4] == (300, 400)
+    assert backend.ranges[-1][1] == len(DATA)
+    assert len(backend.ranges) == 12  # eleven pieces, and the one that failed
+    assert fetch(Spool(tmp_path), backend) == 0
+    assert [path.suffix for path in tmp_path.iterdir()] == [""]
+
+
+def test_a_part_is_gone_on_with_where_pieces_have_grown_since(tmp_path: Path) -> None:
+    backend = Pieces(DATA, {2: fail})
+    with pytest.raises(StorageError):
+        fetch(Spool(tmp_path), backend)
+    assert Spool(tmp_path).fetch(backend, reference_to()) == len(DATA) - PIECE  # type: ignore[arg-type]
+    assert backend.ranges[-1] == (PIECE, len(DATA))
+
+
+def test_who_is_told_to_leave_off_leaves_a_part_to_go_on_with(tmp_path: Path) -> None:
+    backend = Pieces(DATA)
+
+    def proceed() -> None:
+        if len(backend.ranges) == 5:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        Spool(tmp_path).fetch(backend, reference_to(), limits=IN_PIECES, proceed=proceed)  # type: ignore[arg-type]
+    assert fetch(Spool(tmp_path), backend) == len(DATA) - 5 * PIECE
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+from test_spool import DATA, IN_PIECES, Pieces, reference_to
+from deltastore.spool import Spool
+
+def die(data):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Logging(Pieces):
+    def read_range(self, key, start, end):
+        data = super().read_range(key, start, end)
+        with open(sys.argv[2], "a") as log:
+            print(start, end, file=log)
+        return data
+
+fetched = Spool(Path(sys.argv[1])).fetch(Logging(DATA, {int(sys.argv[3]): die}), reference_to(), limits=IN_PIECES)
+print(fetched)
+"""
+
+
+def test_no_byte_that_arrived_is_fetched_again_after_a_kill(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for number, code in ((3, -signal.SIGKILL), (1, -signal.SIGKILL), (5, -signal.SIGKILL), (99, 0)):
+        words = [sys.executable, "-c", SCRIPT, tmp_path / "spool", log, str(number), os.path.dirname(__file__)]  # noqa: PTH120
+        ended = subprocess.run(words, check=False, capture_output=True, text=True)
+        assert ended.returncode == code, ended.stderr
+    arrived = [tuple(int(word) for word in line.split()) for line in log.read_text().splitlines()]
+    assert arrived == [(start, min(start + PIECE, len(DATA))) for start in range(0, len(DATA), PIECE)]
+    assert int(ended.stdout) == len(DATA) - 6 * PIECE
+
+
+@pytest.mark.parametrize("torn", [bytes(300), DATA[:299] + b"\1", DATA + b"\0", bytes(len(DATA))])
+def test_a_torn_partial_file_is_dropped_and_the_part_fetched_anew(tmp_path: Path, torn: bytes) -> None:
+    backend = Pieces(DATA, {4: fail})
+    with pytest.raises(StorageError):
+        fetch(Spool(tmp_path), backend)
+    (partial,) = tmp_path.iterdir()
+    partial.write_bytes(torn)
+    fetch(Spool(tmp_path), backend)
+    with Spool(tmp_path).open(reference_to()) as view:
+        assert bytes(view) == DATA
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_piece_that_came_wrong_is_fetched_anew_once(tmp_path: Path) -> None:
+    backend = Pieces(DATA, {2: lambda data: bytes(len(data))})
+    assert fetch(Spool(tmp_path), backend) == 2 * len(DATA)
+    with pytest.raises(CorruptObject):
+        fetch(Spool(tmp_path / "other"), Pieces(DATA[::-1]))
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("hook", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b""])
+def test_a_piece_of_another_length_is_refused(tmp_path: Path, hook: Any) -> None:
+    backend = Pieces(DATA, {2: hook})
+    with pytest.raises(CorruptObject, match="bytes instead of 100"):
+        fetch(Spool(tmp_path), backend)
+    assert fetch(Spool(tmp_path), backend) == len(DATA) - PIECE
+
+
+def test_half_fetched_parts_that_nobody_wants_are_removed(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for key in ("parts/a", "parts/b"):
+        with pytest.raises(StorageError):
+            fetch(spool, Pieces(DATA, {2: fail}), key=key)
+    spool.put(b"whole", XXH3.of(b"whole"))
+    spool.drop_partials([reference_to(key="parts/b")])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert fetch(spool, Pieces(DATA), key="parts/b") == len(DATA) - PIECE
+    spool.drop_partials([])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert fetch(spool, Pieces(DATA), key="parts/a") == 0
+
+
+def test_a_cache_is_asked_for_whole_parts(tmp_path: Path) -> None:
+    key = f"parts/0000000001/{'0' * 32}/model-00000.safetensors"
+    store = Pieces(DATA)
+    cached = CachedBackend(store, CacheDirectory(tmp_path / "cache", max_bytes=1 << 20))  # type: ignore[arg-type]
+    assert fetch(Spool(tmp_path / "one"), cached, key=key) == len(DATA)
+    assert fetch(Spool(tmp_path / "two"), cached, key=key) == len(DATA)
+    assert (store.reads, store.ranges) == (1, [])
+    cached.forget(key)
+    fetch(Spool(tmp_path / "three"), cached, key=key)
+    assert (store.reads, len(store.ranges)) == (1, 11)
+
+
+def test_what_arrived_of_a_part_is_not_missing(tmp_path: Path) -> None:
+    spool, reference = Spool(tmp_path), reference_to()
+    assert spool.missing_bytes([reference]) == len(DATA)
+    with pytest.raises(StorageError):
+        fetch(spool, Pieces(DATA, {2: fail}))
+    assert spool.missing_bytes([reference]) == len(DATA) - PIECE
+    fetch(spool, Pieces(DATA))
+    assert spool.missing_bytes([reference]) == 0

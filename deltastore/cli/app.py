@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LazyGroup",
+    "bandwidth_option",
     "cache_options",
     "cache_size_option",
     "debug_option",
     "emit",
     "json_option",
+    "parse_size",
     "progress_bar",
     "run",
     "sign_key_option",
+    "size_option",
     "storage_options",
     "store_options",
     "trusted_keys_option",
@@ -121,7 +124,7 @@ def _pairs(_context: click.Context, _parameter: click.Parameter, values: tuple[s
     return pairs
 
 
-def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+def parse_size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
     """Read a number of bytes as people type it."""
     if value is None:
         return None
@@ -143,8 +146,16 @@ def key_value_option(*names: str, help: str) -> Callable[[Any], Any]:  # noqa: A
 storage_options = key_value_option(
     "--storage-option", "storage_options", help="An option for the storage backend; may be repeated."
 )
-cache_size_option = click.option(
-    "--cache-size", "cache_bytes", metavar="SIZE", callback=_size, help="Bound of a cache directory (default: 50GiB)."
+
+
+def size_option(*names: str, metavar: str = "SIZE", help: str) -> Callable[[Any], Any]:  # noqa: A002 - click's word
+    """Return an option that takes a number of bytes, as in ``50GiB``."""
+    return click.option(*names, metavar=metavar, callback=parse_size, help=help)
+
+
+cache_size_option = size_option("--cache-size", "cache_bytes", help="Bound of a cache directory (default: 50GiB).")
+bandwidth_option = size_option(
+    "--max-bandwidth", metavar="SIZE", help="Fetch at most so many bytes a second, as in 50MB (default: no bound)."
 )
 
 

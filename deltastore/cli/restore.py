@@ -6,7 +6,7 @@ import click
 
 from deltastore.reader import open_store
 
-from .app import cache_options, progress_bar, store_options, trusted_keys_option
+from .app import bandwidth_option, cache_options, progress_bar, store_options, trusted_keys_option
 
 __all__ = ["command"]
 
@@ -17,6 +17,7 @@ __all__ = ["command"]
 @click.argument("version")
 @click.argument("directory", metavar="DIR")
 @click.option("--base", help="A local checkpoint of the stream to start from (default: the store's anchor).")
+@bandwidth_option
 @cache_options
 def command(
     store: str,
@@ -25,6 +26,7 @@ def command(
     version: str,
     directory: str,
     base: str | None,
+    max_bandwidth: int | None,
     cache: str | None,
     cache_bytes: int | None,
 ) -> None:
@@ -34,5 +36,5 @@ def command(
     )
     wanted = opened.resolve(version).version
     with progress_bar() as progress:
-        manifest = opened.restore(wanted, directory, base=base, progress=progress)
+        manifest = opened.restore(wanted, directory, base=base, max_bandwidth=max_bandwidth, progress=progress)
     click.echo(f"version {manifest.version}  {manifest.snapshot_id}  {directory}")

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 from deltastore.errors import UsageError
-from deltastore.storage.base import Backend, Buffer, ObjectInfo, close_backend, forget_copy
+from deltastore.storage.base import Backend, Buffer, ObjectInfo, close_backend, forget_copy, reads_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from deltastore.storage.cache import Cache
 
-__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "forget_copy", "open_backend"]
+__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "forget_copy", "open_backend", "reads_whole"]
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _S3: Final = ("s3", "s3a")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "forget_copy"]
+__all__ = ["Backend", "Buffer", "ObjectInfo", "close_backend", "forget_copy", "reads_whole"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -94,3 +94,9 @@ def forget_copy(backend: Backend, key: str) -> bool:
     """
     forget = getattr(backend, "forget", None)
     return forget is not None and bool(forget(key))
+
+
+def reads_whole(backend: Backend, key: str) -> bool:
+    """Tell whether an object should be read whole, not in ranges: a cache keeps whole ones only."""
+    answer = getattr(backend, "reads_whole", None)
+    return answer is not None and bool(answer(key))

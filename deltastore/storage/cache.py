@@ -76,7 +76,7 @@ class CachedBackend:
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the whole object, from the cache where it may be kept there."""
-        if not is_kept(key) or key in self._forgotten:
+        if not self.reads_whole(key):
             return self._inner.read(key, limit=limit)
         return self._cache.read(key, limit=limit, fetch=lambda: self._inner.read(key, limit=limit))
 
@@ -84,9 +84,13 @@ class CachedBackend:
         """Return bytes of an object, from the store: a copy's seal is over the whole object."""
         return self._inner.read_range(key, start, end)
 
+    def reads_whole(self, key: str) -> bool:
+        """Tell whether an object is read through the cache, which is done whole."""
+        return is_kept(key) and key not in self._forgotten
+
     def forget(self, key: str) -> bool:
         """Drop the copy of an object and do without one; tells whether the next read is the first without."""
-        if not is_kept(key) or key in self._forgotten:
+        if not self.reads_whole(key):
             return False
         # Remembered too, because a copy in a directory that cannot be written to stays where it is.
         self._forgotten.add(key)

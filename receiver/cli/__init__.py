@@ -18,6 +18,7 @@ _VERBS = {
     "resume-following": "Have a running receiver follow again.",
     "cache": "Serve a store's parts to a site, each fetched once.",
     "verify": "Hash a checkpoint's live slot and compare.",
+    "repair": "Mend the damaged chunks of a checkpoint's live slot.",
 }
 
 

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltastore.cli.app import cache_options, debug_option, key_value_option, storage_options, trusted_keys_option
+from deltastore.cli.app import (
+    bandwidth_option,
+    cache_options,
+    debug_option,
+    key_value_option,
+    size_option,
+    storage_options,
+    trusted_keys_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -15,7 +23,7 @@ if TYPE_CHECKING:
     from receiver.daemon import Receiver
     from receiver.status import Status
 
-__all__ = ["make_receiver", "receiver_options", "show_settings", "with_environment"]
+__all__ = ["make_receiver", "place_options", "receiver_options", "show_settings", "with_environment"]
 
 
 def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
@@ -24,6 +32,29 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
 
         known = {parameter.name for parameter in context.command.params}
         context.default_map = {name: value for name, value in read_settings(path).items() if name in known}
+
+
+_PLACE = (
+    click.option(
+        "--durability",
+        type=click.Choice(["none", "version"]),
+        default="version",
+        show_default=True,
+        help="What is on the disk before a version is live: all of it, or (for a tmpfs) nothing is waited for.",
+    ),
+    click.option(
+        "--unsafe-file-system",
+        is_flag=True,
+        help="Take a file system that may not keep locks and renames, such as NFS.",
+    ),
+)
+
+
+def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --durability and --unsafe-file-system."""
+    for option in reversed(_PLACE):
+        function = option(function)
+    return function
 
 
 _SHARED = (
@@ -48,6 +79,13 @@ _SHARED = (
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
     key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
     click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
+    bandwidth_option,
+    size_option("--memory-budget", help="Take at most so much memory, all included (default: no bound)."),
+    click.option("--nice", type=click.IntRange(0, 19), metavar="N", help="The nice value of the threads that patch."),
+    click.option(
+        "--io-priority", metavar="CLASS", help="The I/O priority of these threads: idle, or best-effort:0 to 7."
+    ),
+    place_options,
     cache_options,
     trusted_keys_option,
     storage_options,

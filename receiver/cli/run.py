@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from deltastore.cli.app import parse_size
+
 from .options import make_receiver, receiver_options, show_settings, with_environment
 
 __all__ = ["command"]
@@ -27,6 +29,10 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float) 
     return value
 
 
+def _rate(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    return 0 if value.strip() == "0" else parse_size(context, parameter, value) or 0
+
+
 @with_environment
 @click.command("run")
 @receiver_options
@@ -37,6 +43,14 @@ def _finite(_context: click.Context, _parameter: click.Parameter, value: float) 
     show_default=True,
     callback=_finite,
     help="Seconds between polls.",
+)
+@click.option(
+    "--scrub-rate",
+    default="20MiB",
+    show_default=True,
+    metavar="SIZE",
+    callback=_rate,
+    help="Bytes a second at which the live slot is read over while there is nothing else to do; 0 for never.",
 )
 @click.option(
     "--listen", default="127.0.0.1:9310", show_default=True, metavar="HOST:PORT", help="Where status is served."

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from deltastore.cli.app import debug_option, emit, json_option, progress_bar
-from deltastore.errors import SlotError
+from deltastore.errors import CorruptObject, SlotError
 
 __all__ = ["command"]
 
@@ -24,14 +24,21 @@ def command(checkpoint: Path, workers: int | None, as_json: bool) -> None:
     from receiver.slots import Slots  # noqa: PLC0415
 
     slots = Slots(checkpoint)
-    live = slots.live()
-    if live is None:
+    if slots.live_name() is None:
         raise SlotError(
             f"{checkpoint} is not a receiver's checkpoint.",
             key=str(checkpoint),
             hint="Run `receiver once` on it first.",
         )
-    opened = slots.open(live)
+    try:
+        live = slots.live()
+        assert live is not None  # noqa: S101 - the link was looked at just now
+        opened = slots.open(live)
+        digests = slots.digests(live, opened.schema)
+    except SlotError as error:  # a record or a table of digests that cannot be used is damage too
+        raise CorruptObject(
+            error.message, key=error.key, hint=f"Mend it with `receiver repair`. {error.hint}"
+        ) from error
     total, done = opened.schema.nbytes, 0
     with progress_bar() as progress:
 
@@ -43,7 +50,7 @@ def command(checkpoint: Path, workers: int | None, as_json: bool) -> None:
 
         slots.verify(
             opened,
-            slots.digests(live, opened),
+            digests,
             hasher(live.record.hash),
             workers=workers or default_workers(),
             progress=advance,

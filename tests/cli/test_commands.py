@@ -66,6 +66,8 @@ def test_the_documented_fields_of_each_record_are_there(store, tmp_path, command
         (2, ["show", "{store}", "²"]),
         (2, ["restore", "{store}", "0", "{root}/base"]),
         (2, ["restore", "{store}", "0", "{root}/base/config.json"]),
+        (2, ["restore", "{store}", "0", "{root}/out", "--max-bandwidth", "0"]),
+        (2, ["restore", "{store}", "0", "{root}/out", "--max-bandwidth", "fast"]),
         (2, ["log", "{store}", "-n", "0"]),
         (2, ["log"]),
         (2, ["nonsense"]),

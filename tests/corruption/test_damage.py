@@ -234,7 +234,7 @@ def test_a_manifest_of_another_stream_is_refused(store, live, tmp_path, pristine
         {"version": 3},
         {"parent_version": 0},
         {"kind": "base"},
-        {"format": 2},
+        {"format": 3},
         {"required_features": ("time travel",)},
         {"components": {}},
     ],

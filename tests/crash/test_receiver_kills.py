@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import training
-from forkserver import signal_at_change
+from forkserver import count_writes, signal_at_change
 
 from deltastore import open_store
 
@@ -35,6 +35,7 @@ def stored_bytes(commands, big, start, end) -> int:
     return commands.run(*words).ok().json["stored_bytes"]
 
 
+@pytest.mark.timeout(3600)
 def test_kills_of_a_patch_at_random_instants(big, commands, tmp_path, held, rounds):
     draw = random.Random(1)
     live = tmp_path / "live"
@@ -42,7 +43,7 @@ def test_kills_of_a_patch_at_random_instants(big, commands, tmp_path, held, roun
     durations = [commands.run(*once(big, live, "--target", target)).ok().seconds for target in (2, 0)]
     longest = max(durations)
     at, killed = 0, 0
-    for _ in range(50):
+    for _ in range(rounds(50, 1000)):
         target = (at + 1) % 3  # never the version before, which the other slot still holds
         full = stored_bytes(commands, big, at, target)
         command = commands.start(*once(big, live, "--target", target))
@@ -63,6 +64,37 @@ def test_kills_of_a_patch_at_random_instants(big, commands, tmp_path, held, roun
             assert record["last_update"] == {}
         at = target
     assert killed >= 20
+
+
+def written_bytes(log) -> int:
+    return sum(int(line) for line in log.read_text().split())
+
+
+@pytest.mark.parametrize("start", ["version", "nothing"])
+def test_kills_of_one_patch_over_and_over_repeat_no_work(start, big, commands, tmp_path, held, rounds):
+    draw = random.Random(5)
+    model = (big.checkpoints[0] / "model.safetensors").stat().st_size
+    resumed = 0
+    for number in range(rounds(3, 30)):
+        live, log = tmp_path / f"live{number}", tmp_path / f"log{number}"
+        log.touch()
+        if start == "version":
+            commands.run(*once(big, live, "--target", 1)).ok()
+        goal = live.with_name(f"{live.name}.slots") / ("b.goal" if start == "version" else "a.goal")
+        for _ in range(6):
+            enough = written_bytes(log) + draw.randrange(model // 3)
+            resumed += goal.exists() and written_bytes(log) > model // 10
+            command = commands.start(*once(big, live, "--target", 2), env=count_writes(log))
+            while not command.ends_within(0.001) and written_bytes(log) < enough:
+                pass
+            command.send(signal.SIGKILL)
+            if command.end().code == 0:
+                break
+            assert held(live) == big.ids[1] if start == "version" else not live.exists()
+        commands.run(*once(big, live, "--target", 2), env=count_writes(log)).ok()
+        assert held(live) == big.ids[2]
+        assert model <= written_bytes(log) < 1.5 * model
+    assert resumed >= 3
 
 
 def test_kills_of_a_running_daemon_that_jumps_from_nothing(big, commands, tmp_path, held, rounds):
@@ -150,4 +182,32 @@ def test_kills_before_every_change_on_disk(kind, commands, tmp_path, stride):
         assert record["version"] == 2
         training.assert_holds(live, small[2])
         number += stride
+    assert number > 20
+
+
+def test_kills_at_every_change_of_a_repair(commands, tmp_path, held, rounds):
+    """Whatever is live, its whole files stay whole, and the next repair ends it."""
+    snapshot = {name: tensor for name, tensor in training.base_snapshot(3).items() if tensor.numel() < 5000}
+    store, number, seen = tmp_path / "store", 0, set()
+    commands.run("deltastore", "init", store, "--base", training.save(tmp_path / "base", snapshot, shards=2)).ok()
+    while True:
+        live = tmp_path / f"round{number}" / "live"
+        words = ["receiver", "repair", "--checkpoint", live, "--store", store, "--json"]
+        commands.run("receiver", "once", "--store", store, "--checkpoint", live).ok()
+        path = min(live.glob("*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        ended = commands.run(*words, env=signal_at_change(signal.SIGKILL, number))
+        if ended.code == 0:
+            break
+        assert ended.code == -signal.SIGKILL, ended
+        whole = training.differences(training.load(live), snapshot) == []
+        assert whole == (live.readlink().name == "b")
+        seen.add(whole)
+        commands.run(*words).ok()
+        training.assert_holds(live, snapshot)
+        commands.run("receiver", "verify", "--checkpoint", live).ok()
+        number += rounds(5, 1)
+    assert seen == {False, True}
     assert number > 20

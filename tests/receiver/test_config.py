@@ -19,6 +19,13 @@ poll = 2
 engine = "torch"
 engine-url = "http://127.0.0.1:8000"
 workers = 3
+max-bandwidth = "50MB"
+memory-budget = 536870912
+nice = 10
+io-priority = "best-effort:7"
+durability = "none"
+unsafe-file-system = true
+scrub-rate = 0
 cache = "/cache"
 cache-size = "1MiB"
 trusted-keys = ["aa", "bb"]
@@ -59,7 +66,8 @@ def written(tmp_path):
 def test_every_setting_can_stand_in_a_file_and_is_printed_without_secrets(written):
     shown = printed("--config", written(FULL))
     wanted = msgspec.toml.decode(FULL)
-    wanted |= {"target": "7", "poll": 2.0, "cache-size": 1 << 20, "engine-options": {"load-timeout": "900"}}
+    wanted |= {"target": "7", "poll": 2.0, "engine-options": {"load-timeout": "900"}}
+    wanted |= {"cache-size": 1 << 20, "max-bandwidth": 50_000_000}
     wanted["storage-options"] = {"secret": "***", "anon": "true", "region": "here"}
     assert shown == wanted
 

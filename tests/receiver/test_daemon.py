@@ -16,6 +16,7 @@ import pytest
 import training
 
 import receiver.daemon
+import receiver.patcher
 from deltastore import Writer, open_store
 from deltastore.digest import hasher
 from deltastore.errors import (
@@ -33,6 +34,7 @@ from deltastore.manifest import encode_manifest, manifest_key
 from deltastore.signing import Signer, generate_key
 from receiver.daemon import Options, Receiver
 from receiver.engines.base import EngineInfo
+from receiver.follower import Follower
 from receiver.status import Status, StatusServer
 
 
@@ -221,6 +223,50 @@ def test_a_fixed_target_is_kept_and_may_be_older(run, engine):
         ready_at(made, 1)
         training.assert_holds(run.live, run.snapshots[1])
     assert engine.served == ["3", "1"]
+
+
+@pytest.mark.parametrize("options", [{}, {"nice": 19, "io_priority": "idle"}])
+def test_it_stops_while_it_waits_for_bandwidth(run, engine, options):
+    with run.running(max_bandwidth=1, **options) as made:
+        training.until(lambda: made.status.record()["state"] == "patching")
+    assert made.failure == []
+    assert not run.live.exists()
+
+
+def test_it_follows_behind_others_and_within_bounds(run, engine):
+    with run.running(nice=19, io_priority="idle", memory_budget=256 << 20, max_bandwidth=1 << 30) as made:
+        ready_at(made, 1)
+        run.publish()
+        ready_at(made, 2)
+    training.assert_holds(run.live, run.snapshots[2])
+
+
+def test_a_budget_that_cannot_work_is_refused(run, engine):
+    with pytest.raises(UsageError, match="too little"):
+        run.receiver(memory_budget=64 << 20)
+    with pytest.raises(UsageError, match="12 worker"):
+        run.receiver(memory_budget=256 << 20, workers=12)
+
+
+def test_a_version_folded_into_a_patch_is_the_one_that_is_tried_and_refused(run, engine, monkeypatch):
+    run.receiver().once()
+    run.publish()
+    wanted = Follower.wanted
+    looks = itertools.count()
+
+    def publish_then_look(follower):
+        if next(looks) == 2:  # after the pass's own and the one at the plan: the parts are here
+            run.publish()
+        return wanted(follower)
+
+    monkeypatch.setattr(Follower, "wanted", publish_then_look)
+    monkeypatch.setattr(receiver.patcher, "_FOLDED_SHARE", 10)
+    engine.refused = {"3"}
+    made = run.receiver()
+    with pytest.raises(EngineError):
+        made.once()
+    assert (made.status.target, made._refused) == (3, {open_store(run.url).manifest(3).commit_id})
+    assert (engine.served, made.status.version) == (["1", "1"], 1)
 
 
 def test_a_target_still_to_come_is_waited_for(run, engine):

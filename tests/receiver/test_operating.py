@@ -23,6 +23,7 @@ from deltastore.errors import SlotError, StorageError, UsageError, VersionNotFou
 from deltastore.heartbeat import read_fleet
 from deltastore.storage.local import LocalBackend
 from receiver.daemon import Options, Receiver
+from receiver.repair import Repaired
 from receiver.status import Status, StatusServer
 
 
@@ -367,7 +368,7 @@ def test_the_documented_metrics_are_there_and_move(scene, monkeypatch):
         training.until(lambda: value(made, 'receiver_retries_total{of="pass"}'))
         assert value(made, "receiver_pinned") == 1
         assert value(made, "receiver_repairs_total") == 0
-        made.status.repaired(2)
+        made.status.repaired(Repaired(4, 9, 2, ("t",), 1, 1, 100, ("model.safetensors",), ()))
         assert value(made, "receiver_repairs_total") == 2
         made._pause(0.0)
         assert value(made, 'receiver_retries_total{of="request"}') == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
     parser.add_argument("--store", choices=["local", "s3"], default="local")
     parser.add_argument("--scheme", choices=["fp8_block", "bf16"], default="fp8_block", help="the engine's precision")
+    parser.add_argument("--receiver", default="", metavar="OPTIONS", help="more options for it, as in '--nice=19'")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--pretrain", type=int, default=120)
     parser.add_argument("--picture", type=Path, default=Path("demo.png"))
@@ -76,7 +78,9 @@ def _store(kind: str, home: Path) -> Iterator[str]:
 
 def _follow(trainer: Trainer, home: Path, store: str, options: argparse.Namespace) -> tuple[list[Row], int, int]:
     rows = []
-    with Scene(trainer, home, store=store, scheme=options.scheme) as scene:
+    with Scene(
+        trainer, home, store=store, scheme=options.scheme, receiver_options=shlex.split(options.receiver)
+    ) as scene:
         print("A receiver follows beside an engine that generates all the while; every line below is proven.\n")
         print("\n".join(_HEAD), flush=True)
         for _ in range(options.steps):

@@ -23,7 +23,7 @@ from tools.demo.client import Client
 from tools.demo.model import TIED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Self
@@ -57,11 +57,14 @@ class Row:
 class Scene:
     """Everything that runs, and the proofs after each version. A failed proof is an ``AssertionError``."""
 
-    def __init__(self, trainer: Trainer, home: Path, *, store: str, scheme: str) -> None:
+    def __init__(
+        self, trainer: Trainer, home: Path, *, store: str, scheme: str, receiver_options: Sequence[str] = ()
+    ) -> None:
         self._trainer = trainer
         self._home = home
         self._store = store
         self._scheme = scheme
+        self._receiver_options = receiver_options
         self._stack = ExitStack()
         self._link = home / "engine-host" / "model"
         self.expected: dict[str, str] = {}
@@ -93,6 +96,7 @@ class Scene:
         self._stack.enter_context(_process("engine", [*engine, "--ready-file", str(ready)], self._home))
         self.engine_url = json.loads(_eventually(lambda: _text(ready)))["url"]
         follow = ["--engine", "torch", "--engine-url", self.engine_url, "--poll", "0.1", "--listen", "127.0.0.1:0"]
+        follow += self._receiver_options
         self._stack.enter_context(_process("receiver", [*receiver, "run", *at, *follow], self._home))
         lock = self._link.with_name("model.slots") / "lock"
         self._status_url = _eventually(lambda: json.loads(_text(lock) or "{}").get("url"))
