@@ -307,7 +307,8 @@ def test_power_lost_at_any_instant(
         assert how == "went on" or not durable
         seen.add(how)
         training.assert_holds(link, contents[2], others=False)
-        assert (link / "config.json").read_text() == "{}"
+        if durable:  # only weights are hashed: another file that was never waited for may be lost
+            assert (link / "config.json").read_text() == "{}"
         shutil.rmtree(root)
     assert durable or len(seen) > 1
 
