@@ -27,6 +27,7 @@ __all__ = ["command"]
 @click.option("--keep-last", required=True, type=click.IntRange(min=1), metavar="N", help="Keep the N newest versions.")
 @click.option("--keep-tagged", is_flag=True, help="Keep tagged versions even after their tags are deleted.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep every K-th version from 0 on.")
+@click.option("--keep-held", is_flag=True, help="Keep the versions that receivers hold, as their heartbeats say.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be forgotten.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
@@ -37,6 +38,7 @@ def command(
     keep_last: int,
     keep_tagged: bool,
     keep_every: int | None,
+    keep_held: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -50,10 +52,11 @@ def command(
 
     opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     policy = Policy(keep_last=keep_last, keep_tagged=keep_tagged, keep_every=keep_every)
+    held = _held(opened) if keep_held else frozenset()
     if not dry_run and not yes:
-        _ask(opened, policy)
+        _ask(opened, policy, held)
     with progress_bar() as progress:
-        result = forget(opened, policy, dry_run=dry_run, progress=progress)
+        result = forget(opened, policy, advised=held, dry_run=dry_run, progress=progress)
     if as_json:
         emit(_record(result, dry_run=dry_run))
     else:
@@ -70,14 +73,24 @@ def command(
         )
 
 
-def _ask(store: Store, policy: Policy) -> None:
+def _held(store: Store) -> frozenset[int]:
+    """Return the versions that receivers said they hold or go to; what cannot be read advises nothing."""
+    from deltastore.heartbeat import read_fleet  # noqa: PLC0415 - only where it is asked for
+
+    members = read_fleet(store.backend, stream_id=store.stream_id)
+    versions = {heartbeat.version for member in members if (heartbeat := member.heartbeat) is not None}
+    targets = {heartbeat.target for member in members if (heartbeat := member.heartbeat) is not None}
+    return frozenset(version for version in versions | targets if version is not None)
+
+
+def _ask(store: Store, policy: Policy, held: frozenset[int]) -> None:
     from deltastore.gc import forget  # noqa: PLC0415 - as above
 
     if not sys.stdin.isatty():
         raise UsageError(
             "Forgetting cannot be undone, and nobody is here to ask.", hint="Look with --dry-run, or say --yes."
         )
-    result = forget(store, policy, dry_run=True)
+    result = forget(store, policy, advised=held, dry_run=True)
     click.confirm(f"{_count(result)} will be forgotten for ever. Go on?", abort=True, err=True)
 
 

@@ -13,6 +13,8 @@ import training
 from anchors import make_anchor
 
 from deltastore import Writer, open_store
+from deltastore.clock import now
+from deltastore.heartbeat import Heartbeat, encode_heartbeat, heartbeat_key
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,3 +151,23 @@ def test_a_difference_names_the_tensors_that_changed(tmp_path, commands):
             step.stored_bytes for step in open_store(tmp_path / "store").plan(start, end).steps
         )
     assert "b.weight" in commands.run("deltastore", "diff", tmp_path / "store", 0, 1).ok().out
+
+
+def test_what_receivers_hold_is_kept_where_that_is_asked_for(store, commands):
+    opened = open_store(store)
+    said = Heartbeat(
+        stream_id=opened.stream_id,
+        receiver_id="one",
+        host="here",
+        version=1,
+        target=1,
+        state="following",
+        stages={},
+        software="0",
+        every=30.0,
+        sent_at=now(),
+    )
+    opened.backend.write(heartbeat_key("one"), encode_heartbeat(said))
+    for option, kept in (([], False), (["--keep-held"], True)):
+        record = commands.run("deltastore", "forget", store, "--keep-last", 1, "--dry-run", "--json", *option).ok().json
+        assert any(first <= 1 <= last for first, last in record["kept"]) == kept
