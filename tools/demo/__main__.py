@@ -102,7 +102,7 @@ def _check_store(store: str, home: Path) -> None:
     """Read every byte of the store, and build the newest version on a host that has nothing."""
     for command in (
         ["deltastore", "check", store, "--read-data"],
-        ["receiver", "once", "--store", store, "--checkpoint", str(home / "newcomer")],
+        ["receiver", "once", "--log-level", "warning", "--store", store, "--checkpoint", str(home / "newcomer")],
         ["receiver", "verify", "--checkpoint", str(home / "newcomer")],
     ):
         subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)

@@ -89,7 +89,7 @@ class Scene:
         # A new host: its checkpoint comes out of the store, config and tokenizer included.
         receiver = [sys.executable, "-m", "receiver"]
         at = ["--store", self._store, "--checkpoint", str(self._link)]
-        subprocess.run([*receiver, "once", *at], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*receiver, "once", "--log-level", "warning", *at], check=True, stdout=subprocess.DEVNULL)
         ready = self._home / "engine.json"
         engine = [sys.executable, "-m", "receiver.engines.serve", "--model", "tools.demo.serving:build"]
         engine += ["--checkpoint", str(self._link), "--scheme", self._scheme, "--threads", "1"]
