@@ -423,8 +423,8 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-#: How many runs of how many steps: under a minute by default, about an hour with DELTASTORE_PROFILE=nightly.
-PROFILES = {"ci": (12, 25), "nightly": (3000, 50)}
+#: How many runs of how many steps: under a minute by default, twenty minutes to an hour with DELTASTORE_PROFILE=nightly.
+PROFILES = {"ci": (12, 25), "nightly": (1800, 50)}
 PROFILE = os.environ.get("DELTASTORE_PROFILE", "ci")
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
