@@ -423,7 +423,7 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-#: How many runs of how many steps: under a minute by default, twenty minutes to an hour with DELTASTORE_PROFILE=nightly.
+#: How many runs of how many steps: under a minute by default, up to an hour with DELTASTORE_PROFILE=nightly.
 PROFILES = {"ci": (12, 25), "nightly": (1800, 50)}
 PROFILE = os.environ.get("DELTASTORE_PROFILE", "ci")
 TestStore = StoreMachine.TestCase
