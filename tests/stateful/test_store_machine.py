@@ -424,7 +424,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 #: How many runs of how many steps: under a minute by default, up to an hour with DELTASTORE_PROFILE=nightly.
-PROFILES = {"ci": (12, 25), "nightly": (1800, 50)}
+PROFILES = {"ci": (12, 25), "nightly": (3000, 50)}
 PROFILE = os.environ.get("DELTASTORE_PROFILE", "ci")
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
