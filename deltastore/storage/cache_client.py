@@ -107,9 +107,18 @@ class CacheClient:
         deadline = time.monotonic() + seconds
         timeout = httpx.Timeout(seconds, connect=min(_CONNECT_SECONDS, seconds))
         while True:
-            with self._connected().stream("GET", f"{self._url}/{key}", timeout=timeout) as answer:
-                if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-                    return _body(answer, key, limit, deadline)
+            events: list[str] = []
+            noting = {"trace": lambda event, _: events.append(event)}
+            try:
+                with self._connected().stream("GET", f"{self._url}/{key}", timeout=timeout, extensions=noting) as answer:
+                    if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                        return _body(answer, key, limit, deadline)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                # A server may close a connection that stood idle just when it is used again, which says nothing of
+                # the server. The pool has dropped that connection now; only the failure of a new one counts.
+                if "connection.connect_tcp.started" in events or time.monotonic() > deadline:
+                    raise
+                continue
             pause = random.uniform(*_BUSY_SECONDS)  # noqa: S311 - jitter
             if time.monotonic() + pause > deadline:
                 raise _Unfit("it is too busy")

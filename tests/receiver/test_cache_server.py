@@ -475,13 +475,37 @@ def test_a_busy_server_is_asked_again_and_one_that_stays_busy_is_left():
         assert client.read(part(1), limit=0, fetch=lambda: b"right") == b"right"
 
 
-def test_a_server_that_comes_back_is_used_again(monkeypatch):
+def test_a_server_that_comes_back_is_used_again(caplog):
     with against(b"", b"", answer(), answer(), rest=0.0) as (client, server):
         for _ in range(2):
             assert client.read(part(1), limit=LIMIT, fetch=lambda: b"right") == b"right"
         for _ in range(2):
             assert client.read(part(1), limit=LIMIT, fetch=never) == b"x" * 1000
     assert server.connections == 4
+    assert len(caplog.records) == 2
+
+
+def test_a_connection_closed_while_it_stood_idle_is_no_failure(caplog):
+    class Closing(BadServer):
+        """Closes each connection at the second request on it, which no client can see coming."""
+
+        def _serve(self):
+            for whole in self._answers:
+                connection, _ = self._listener.accept()
+                self.connections += 1
+                connection.recv(65536)
+                connection.sendall(whole)
+                connection.recv(65536)
+                connection.close()
+
+    server = Closing(*[answer()] * 3)
+    client = CacheClient(server.url)
+    for _ in range(3):
+        assert client.read(part(1), limit=LIMIT, fetch=never) == b"x" * 1000
+    assert server.connections == 3
+    assert caplog.records == []
+    client.close()
+    server.close()
 
 
 def test_what_the_store_raises_is_raised():
