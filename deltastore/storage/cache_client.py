@@ -24,6 +24,7 @@ from deltastore.storage.cache_directory import seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 __all__ = ["TOKEN_NAME", "CacheClient", "open_cache_client"]
 
@@ -107,22 +108,30 @@ class CacheClient:
         deadline = time.monotonic() + seconds
         timeout = httpx.Timeout(seconds, connect=min(_CONNECT_SECONDS, seconds))
         while True:
-            events: list[str] = []
-            noting = {"trace": lambda event, _: events.append(event)}
+            connected: list[str] = []
             try:
-                with self._connected().stream("GET", f"{self._url}/{key}", timeout=timeout, extensions=noting) as answer:
+                with self._get(key, timeout, connected) as answer:
                     if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                         return _body(answer, key, limit, deadline)
             except (httpx.NetworkError, httpx.RemoteProtocolError):
                 # A server may close a connection that stood idle just when it is used again, which says nothing of
                 # the server. The pool has dropped that connection now; only the failure of a new one counts.
-                if "connection.connect_tcp.started" in events or time.monotonic() > deadline:
+                if connected or time.monotonic() > deadline:
                     raise
                 continue
             pause = random.uniform(*_BUSY_SECONDS)  # noqa: S311 - jitter
             if time.monotonic() + pause > deadline:
                 raise _Unfit("it is too busy")
             self._sleep(pause)
+
+    def _get(self, key: str, timeout: httpx.Timeout, connected: list[str]) -> AbstractContextManager[httpx.Response]:
+        """Ask once; ``connected`` is filled when that takes a new connection."""
+
+        def note(event: str, _info: object) -> None:
+            if event == "connection.connect_tcp.started":
+                connected.append(event)
+
+        return self._connected().stream("GET", f"{self._url}/{key}", timeout=timeout, extensions={"trace": note})
 
     def _rests(self) -> bool:
         return time.monotonic() < self._resting_until
