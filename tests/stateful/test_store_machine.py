@@ -115,7 +115,8 @@ class StoreMachine(RuleBasedStateMachine):
         except WriterFenced:
             assert trainer.lost
         except CommitInDoubt:
-            trainer.doubt = trainer.doubt or (trainer.version + 1, snapshot)
+            commit_id = trainer.writer._doubt.manifest.commit_id
+            trainer.doubt = trainer.doubt or (trainer.version + 1, snapshot, commit_id)
         else:
             assert not behind
             self.history.append(snapshot)
@@ -125,10 +126,15 @@ class StoreMachine(RuleBasedStateMachine):
     def settle_doubts(self):
         """See which of the versions in doubt have landed after all."""
         for trainer in self.trainers.values():
-            if trainer.doubt is not None and trainer.doubt[0] == len(self.history):
-                key = self.store / "manifests" / f"{len(self.history):010d}.json"
-                if key.exists():
-                    self.history.append(trainer.doubt[1])
+            if self.has_landed(trainer):
+                self.history.append(trainer.doubt[1])
+
+    def has_landed(self, trainer):
+        """Tell whether the newest version is the one that a writer was in doubt of; two may be of the same number."""
+        if trainer.doubt is None or trainer.doubt[0] != len(self.history):
+            return False
+        key = self.store / "manifests" / f"{len(self.history):010d}.json"
+        return key.exists() and trainer.doubt[2] in key.read_text()
 
     @precondition(lambda self: self.history)
     @rule(name=st.sampled_from(NAMES))
@@ -161,8 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
         trainer = self.trainers.pop(data.draw(st.sampled_from(sorted(self.trainers))))
         if data.draw(st.booleans()):
             trainer.backend.land()
-            key = self.store / "manifests" / f"{len(self.history):010d}.json"
-            if trainer.doubt is not None and trainer.doubt[0] == len(self.history) and key.exists():
+            if self.has_landed(trainer):
                 self.history.append(trainer.doubt[1])
         trainer.writer._committer.shutdown()
         trainer.writer._spool.close()
@@ -201,7 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def settle(self, trainer):
         """Publish while a version is in doubt: it is settled first."""
-        version, pending = trainer.doubt
+        version, pending, _ = trainer.doubt
         newest = self.snapshot()
         try:
             trainer.writer.publish(newest).result()
