@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 
 import pytest
 
@@ -27,3 +29,4 @@ def test_streams_under_every_kind_of_fault(tmp_path):
     assert len({kind.value for kind in FaultKind} & set(report.traffic)) >= 5
     assert [*tmp_path.iterdir()] == []
     assert "bit-exact" in report.show()
+    assert json.loads(json.dumps(asdict(report)))["errors"] == report.errors

@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -80,7 +79,7 @@ class SoakReport:
     seconds: float = 0.0
     most_disk_bytes: int = 0
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    errors: Counter[str] = field(default_factory=Counter)
+    errors: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -93,7 +92,7 @@ class SoakReport:
             try:
                 return action()
             except DeltastoreError as error:
-                self.errors[error.kind] += 1
+                self.errors[error.kind] = self.errors.get(error.kind, 0) + 1
                 last = error
         raise AssertionError(f"still failing after {_TRIES} tries") from last
 
@@ -103,7 +102,7 @@ class SoakReport:
             (str(count.requests), human_bytes(count.bytes_up), human_bytes(count.bytes_down), kind)
             for kind, count in sorted(self.traffic.items())
         ]
-        again = ", ".join(f"{count} x {kind}" for kind, count in self.errors.most_common())
+        again = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.errors.items()))
         return (
             table(("requests", "up", "down", "fault"), rows)
             + f"\n{self.streams} streams, {self.versions} versions, {self.received} received, {self.restored} restored"
