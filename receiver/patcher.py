@@ -54,13 +54,18 @@ _FOLDED_SHARE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """What a patch did: versions, bytes downloaded, seconds of each stage (verify, fetch, patch, swap)."""
+    """What a patch did: versions, bytes downloaded; seconds of each stage, and the bytes that went through it.
+
+    ``plan`` (with hashing a base), ``fetch``, ``patch`` and ``swap`` are times on the clock; fetching and patching
+    overlap. ``decode`` and ``verify`` are parts of ``patch``, added up over its threads.
+    """
 
     start: int | None
     target: Manifest
     fetched_bytes: int
     stored_bytes: int
     stages: Mapping[str, float] = field(default_factory=dict)
+    stage_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -167,6 +172,9 @@ class Patcher:
         started = time.perf_counter()
         if (back := self._swap_back(target, started)) is not None:
             return back
+        live = self._slots.live()
+        if live is not None:
+            self._slots.check_other_files(live)  # they are carried on as they are
         source = self._source or self._first_source()
         if newest is not None:
             target = max(target, newest(), key=lambda manifest: manifest.version)  # hashing a base takes a while
@@ -186,16 +194,25 @@ class Patcher:
         self._source = built.source
         way.spool.clear()
         swapped = time.perf_counter()
+        spent = built.replayed.spent
         return Patched(
             start=source.version if source else None,
             target=way.target,
             fetched_bytes=fetched_before + built.replayed.fetched_bytes,
             stored_bytes=built.plan.stored_bytes,
             stages={
-                "verify": built.begun_at - started,
+                "plan": built.begun_at - started,
                 "fetch": built.replayed.fetch_seconds,
+                "decode": spent.decode_seconds,
+                "verify": spent.verify_seconds,
                 "patch": patched - built.begun_at,
                 "swap": swapped - patched,
+            },
+            stage_bytes={
+                "fetch": built.plan.stored_bytes,
+                "decode": spent.decoded_bytes,
+                "verify": spent.verified_bytes,
+                "patch": built.source.checkpoint.schema.nbytes,
             },
         )
 
@@ -259,7 +276,7 @@ class Patcher:
             target=target,
             fetched_bytes=0,
             stored_bytes=0,
-            stages={"verify": verified - started, "swap": time.perf_counter() - verified},
+            stages={"plan": verified - started, "swap": time.perf_counter() - verified},
         )
 
     def _first_source(self) -> Source | None:

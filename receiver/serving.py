@@ -92,7 +92,7 @@ class Serving:
             Weights(live.record.version, live.directory),
             fallback=Weights(other.record.version, other.directory) if other else None,
         )
-        self._status.activated(result)
+        self._status.activated(result, nbytes=sum(file.size for file in live.record.files))
         tell(
             "activated",
             f"Engine: {result.outcome}, version {result.version} ({seconds_text(result.stages)}).",

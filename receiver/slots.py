@@ -39,6 +39,7 @@ from deltastore.snapshot import snapshot_id
 from deltastore.spool import disk_error
 
 from .lock import Lock
+from .other_files import damaged_files, recorded_files
 from .place import allocated_bytes, check_place, free_bytes, holders
 from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
 from .scrub import SlotFiles, damaged_chunks
@@ -232,6 +233,7 @@ class Slots:
         are hashed again. Raises ``DamagedSlot`` naming the tensors that are damaged.
         """
         checkpoint = self.open(live)
+        self.check_other_files(live)
         digests = self.digests(live, checkpoint.schema)
         record = live.record
         if not record.boot_id or record.boot_id != _boot_id() or record.files != _files(checkpoint):
@@ -239,6 +241,14 @@ class Slots:
             self.verify(checkpoint, digests, hasher(record.hash), workers=workers, progress=progress)
             self._write_record(live.name, record, files)
         return Source(checkpoint, record.version, digests)
+
+    def check_other_files(self, live: LiveSlot) -> None:
+        """Raise ``DamagedSlot`` unless a slot's config, tokenizer and the like are those that were recorded."""
+        names = damaged_files(live.directory, live.record.other_files, hasher(live.record.hash))
+        if names:
+            path = live.directory / names[0]
+            more = f", and {len(names) - 1} more files," if names[1:] else ""
+            raise DamagedSlot(f"{path}{more} is damaged.", key=str(path), hint="Mend it with `receiver repair`.")
 
     @staticmethod
     def verify(
@@ -380,6 +390,7 @@ class Slots:
             hash=hash_function.name,
             boot_id="",
             files=(),
+            other_files=recorded_files(held.checkpoint, hash_function),
         )
         path = self.directory / f"{name}.goal"
         try:
