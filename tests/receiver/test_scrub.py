@@ -176,6 +176,29 @@ def test_the_daemon_mends_what_is_damaged(moment: str, store: Store, slots: Slot
     slots.verify(checkpoint, slots.digests(live, checkpoint.schema), HASH, workers=1)
 
 
+def test_a_config_that_is_lost_meanwhile_is_had_again(store: Store, slots: Slots, tmp_path: Path) -> None:
+    import threading  # noqa: PLC0415 - only here
+
+    status = Status(store="x", checkpoint="x", target="x")
+    options = {"scrub_rate": 1 << 30, "poll": 3600.0}
+    made = Receiver(Options(store=str(tmp_path / "store"), checkpoint=slots.link, **options), status)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    try:
+        training.until(lambda: status.ready, what="getting ready")
+        path = slots.link / "config.json"
+        before = path.read_bytes()
+        path.unlink()
+        training.until(lambda: status.record()["last_repair"], what="mending")
+        training.until(lambda: status.ready, what="getting ready again")
+    finally:
+        made.stop()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert path.read_bytes() == before
+    assert status.record()["last_repair"]["damaged"] == 0
+
+
 def test_the_daemon_reads_over_behind_others_and_while_it_waits(
     store: Store, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
