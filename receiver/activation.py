@@ -34,17 +34,18 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """How it ended: serving the wanted version, serving the old one again, or paused. ``stages`` are seconds."""
+    """How it ended: serving the wanted version, serving the old one again, or paused.
+
+    ``stages`` are seconds, whatever was done: what is in it is told as it is, in the log, `/status`, the metrics and
+    the fleet. ``paused_seconds`` are those from the call that pauses to the answer that generation goes on (or to the
+    end, where it does not).
+    """
 
     outcome: Literal["activated", "rolled-back", "latched"]
     version: int | None
     stages: Mapping[str, float]
+    paused_seconds: float
     error: EngineError | None = None
-
-    @property
-    def paused_seconds(self) -> float:
-        """From the call that pauses to the answer that generation goes on."""
-        return sum(self.stages.values())
 
 
 def activate(engine: Engine, wanted: Weights, *, fallback: Weights | None) -> Activation:
@@ -53,6 +54,7 @@ def activate(engine: Engine, wanted: Weights, *, fallback: Weights | None) -> Ac
     Raises ``EngineError`` only when the engine could not be paused: then it still serves what it did.
     """
     stages: dict[str, float] = {}
+    paused_at = time.perf_counter()
     _timed(stages, "pause", engine.pause)
     failure: EngineError | None = None
     for weights, tries in ((wanted, _TRIES), (fallback, 1)):
@@ -63,9 +65,11 @@ def activate(engine: Engine, wanted: Weights, *, fallback: Weights | None) -> Ac
             except EngineError as error:
                 failure = failure or error
             else:
-                outcome: Literal["activated", "rolled-back"] = "activated" if weights is wanted else "rolled-back"
-                return Activation(outcome, weights.version, stages, failure if weights is not wanted else None)
-    return Activation("latched", None, stages, failure)
+                paused = time.perf_counter() - paused_at
+                if weights is wanted:
+                    return Activation("activated", weights.version, stages, paused)
+                return Activation("rolled-back", weights.version, stages, paused, failure)
+    return Activation("latched", None, stages, time.perf_counter() - paused_at, failure)
 
 
 def _load(engine: Engine, weights: Weights, stages: dict[str, float]) -> None:

@@ -265,7 +265,9 @@ def test_a_version_folded_into_a_patch_is_the_one_that_is_tried_and_refused(run,
     made = run.receiver()
     with pytest.raises(EngineError):
         made.once()
-    assert (made.status.target, made._refused) == (3, {open_store(run.url).manifest(3).commit_id})
+    store = open_store(run.url)
+    refused = [version for version in range(4) if made._serving.has_refused(store.manifest(version).commit_id)]
+    assert (made.status.target, refused) == (3, [3])
     assert (engine.served, made.status.version) == (["1", "1"], 1)
 
 
@@ -623,7 +625,16 @@ def test_metrics_and_status_tell_what_happened(run, engine):
     ):
         assert line in text
     record = made.status.record()
-    assert set(record["stages"]) == {"verify", "fetch", "patch", "swap", "pause", "load", "confirm", "resume"}
+    patching = {"plan", "fetch", "decode", "verify", "patch", "swap"}
+    assert set(record["stages"]) == {"poll", *patching, "pause", "load", "confirm", "resume"}
+    assert record["stages"]["decode"] + record["stages"]["verify"] <= record["stages"]["patch"] * 2  # two workers
+    schema = open_store(run.url).schema()
+    assert record["stage_bytes"]["verify"] == record["stage_bytes"]["patch"] == schema.nbytes
+    assert 0 < record["stage_bytes"]["decode"] <= record["stage_bytes"]["fetch"]
+    assert record["stage_bytes"]["load"] == sum(path.stat().st_size for path in run.live.glob("*.safetensors"))
+    for stage in ("decode", "verify", "load"):
+        assert f'receiver_stage_bytes_total{{stage="{stage}"}} {float(record["stage_bytes"][stage])}' in text
+        assert f'receiver_stage_seconds_count{{stage="{stage}"}} 1.0' in text
     assert record["last_activation"]["outcome"] == "activated"
 
 
