@@ -17,6 +17,7 @@ __all__ = [
     "DamagedSlot",
     "DeltastoreError",
     "DiskFull",
+    "DrainTimeout",
     "EngineError",
     "ObjectExists",
     "ObjectNotFound",
@@ -246,3 +247,9 @@ class EngineError(DeltastoreError):
     """The inference engine refused, failed, or did not confirm what it was told to load."""
 
     kind = "engine"
+
+
+class DrainTimeout(EngineError):
+    """Requests that ran when the pause began had not ended by its deadline; generation was not held."""
+
+    kind = "drain-timeout"
