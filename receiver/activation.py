@@ -1,4 +1,4 @@
-"""Activating a version on an engine: the states, and what each event leads to. Pure; receiver/serving.py carries it out.
+"""Activating a version on an engine: the states, and what each event leads to. receiver/serving.py carries it out.
 
 Before the pause nothing has changed: a failure leaves the engine with what it served. After it the load is tried again,
 then the version before is loaded back; if that fails too the engine is *latched*: it stays paused. It is never resumed
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from deltastore.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from .engines import InFlight
+    from deltastore.errors import DeltastoreError
+
+    from .engines import InFlight, Probe
 
 __all__ = [
     "PREPARED",
+    "Activation",
     "AtDeadline",
     "Case",
     "Coordinator",
@@ -171,34 +175,24 @@ class Progress:
 PREPARED = Progress("prepared", "look")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """How it ended, and with which weights served (``None``: what was served before, or nothing).
+
+    ``stages`` are seconds. ``paused_seconds`` go from the call that pauses to the answer that generation goes on.
+    """
+
+    outcome: Outcome
+    weights: Weights | None
+    stages: Mapping[str, float]
+    paused_seconds: float
+    probe: Probe | None = None
+    error: DeltastoreError | None = None
+
+
 def advance(progress: Progress, event: Event, *, policy: Policy, case: Case) -> Progress:
     """Return where an event leads to, and with it what to do next. An event that cannot come is a ``ValueError``."""
-    state, step = progress.state, progress.step
-    if step in ("rest", "prepare"):
-        return _before(progress, event)
-    if step == "look":
-        looks = {"prepared": _look_first, "paused": _look_paused, "resuming": _look_resumed}
-        return looks[state](progress, event, policy, case)
-    if step == "ask":
-        return _decided(progress, event, policy, case)
-    if step == "pause":
-        return _paused(progress, event, policy)
-    if event == "failed" and step in ("load", "confirm", "probe", "resume"):
-        return _failed(progress, step)
-    if step == "load":
-        return replace(progress, state="confirming", step="confirm")
-    if step == "confirm":
-        return replace(progress, step="probe") if case.probes_paused else _settle(progress)
-    if step == "probe":
-        probed = replace(progress, probed=True)
-        return _settle(probed) if state == "confirming" else replace(probed, step="look")
-    if step == "resume":
-        return replace(progress, step="look")
-    if step == "settle":
-        return _settled(progress, event, case)
-    if step == "release":
-        return replace(progress, state="idle", step="report")
-    return _reported(progress, case)
+    return _AFTER[progress.step](progress, event, policy, case)
 
 
 def keeps_kv(progress: Progress, policy: Policy) -> bool:
@@ -206,33 +200,31 @@ def keeps_kv(progress: Progress, policy: Policy) -> bool:
     return policy.keep_kv and progress.goal == "wanted" and progress.tries == 0
 
 
-def _before(progress: Progress, event: Event) -> Progress:
-    if event == "wanted":
-        return Progress("preparing", "prepare")
-    if progress.step == "prepare":
-        return PREPARED if event == "done" else _ended("idle", "failed")
-    raise ValueError(f"{event} after the end")
-
-
 def _ended(state: State, outcome: Outcome, goal: Goal = "wanted") -> Progress:
     return Progress(state, "rest", goal, outcome=outcome)
 
 
-def _look_first(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
-    del case
-    if event in ("held", "running"):
-        return replace(
-            progress,
-            state="waiting",
-            step="ask",
-            in_flight=policy.in_flight,
-            unknown=progress.unknown or event == "held",
-        )
-    return _ended("idle", "lost")
+def _begun(progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
+    if event == "wanted":
+        return Progress("preparing", "prepare")
+    raise ValueError(f"{event} after the end, in the state {progress.state}")
 
 
-def _decided(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
-    del policy
+def _prepared(_progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
+    return PREPARED if event == "done" else _ended("idle", "failed")
+
+
+def _looked(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
+    if progress.state == "prepared":
+        if event not in ("held", "running"):
+            return _ended("idle", "lost")
+        return replace(progress, state="waiting", step="ask", in_flight=policy.in_flight, unknown=event == "held")
+    if progress.state == "paused":
+        return _looked_while_paused(progress, event, policy)
+    return _looked_after_the_resume(progress, event, policy, case)
+
+
+def _decided(progress: Progress, event: Event, _policy: Policy, case: Case) -> Progress:
     if event == "done":
         return replace(progress, state="draining", step="pause")
     if event == "failed":
@@ -245,23 +237,21 @@ def _decided(progress: Progress, event: Event, policy: Policy, case: Case) -> Pr
     return _ended("latched", "latched")
 
 
-def _paused(progress: Progress, event: Event, policy: Policy) -> Progress:
+def _paused(progress: Progress, event: Event, policy: Policy, _case: Case) -> Progress:
     if event == "done":
         return replace(progress, state="paused", step="look")
     if event == "timed-out" and progress.in_flight == "wait":
-        if policy.at_deadline != "give-up":
-            return replace(progress, in_flight=policy.at_deadline)
-        if progress.unknown:  # there is nothing to go on with
-            return replace(progress, in_flight="keep")
-        return replace(progress, state="resuming", step="release", outcome="given-up")
+        if policy.at_deadline == "give-up" and not progress.unknown:
+            return replace(progress, state="resuming", step="release", outcome="given-up")
+        # Of unknown weights there is nothing to go on with.
+        return replace(progress, in_flight="keep" if policy.at_deadline == "give-up" else policy.at_deadline)
     if progress.unknown:
         return replace(progress, state="paused", step="look", pauses=progress.pauses + 1)
     return replace(progress, state="resuming", step="release", outcome="failed")
 
 
-def _look_paused(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
+def _looked_while_paused(progress: Progress, event: Event, policy: Policy) -> Progress:
     """Nothing is loaded into an engine that is not held, whatever its pause answered."""
-    del case
     if event == "held":
         if progress.tries < policy.tries:
             return replace(progress, state="loading", step="load", unknown=True, probed=False)
@@ -272,20 +262,30 @@ def _look_paused(progress: Progress, event: Event, policy: Policy, case: Case) -
     return replace(progress, state="draining", step="pause", pauses=progress.pauses + 1, unknown=unknown)
 
 
-def _failed(progress: Progress, step: Step) -> Progress:
-    again = replace(progress, tries=progress.tries + 1)
-    if step == "resume":  # it may go on for all that
-        return replace(again, step="look")
-    if progress.state == "resuming":  # a probe after the resume: what runs on such weights is worth nothing
-        return replace(again, state="draining", step="pause", in_flight="abort")
-    return replace(again, state="paused", step="look")
+def _loaded(progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
+    return replace(progress, state="confirming", step="confirm") if event == "done" else _again(progress)
 
 
-def _settle(progress: Progress) -> Progress:
-    return replace(progress, state="resuming", step="settle")
+def _confirmed(progress: Progress, event: Event, _policy: Policy, case: Case) -> Progress:
+    if event != "done":
+        return _again(progress)
+    return replace(progress, step="probe") if case.probes_paused else replace(progress, state="resuming", step="settle")
 
 
-def _settled(progress: Progress, event: Event, case: Case) -> Progress:
+def _probed(progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
+    late = progress.state == "resuming"
+    if event == "done":
+        return replace(progress, state="resuming", step="look" if late else "settle", probed=True)
+    if late:  # what runs on such weights is worth nothing
+        return replace(progress, state="draining", step="pause", in_flight="abort", tries=progress.tries + 1)
+    return _again(progress)
+
+
+def _again(progress: Progress) -> Progress:
+    return replace(progress, state="paused", step="look", tries=progress.tries + 1)
+
+
+def _settled(progress: Progress, event: Event, _policy: Policy, case: Case) -> Progress:
     if progress.outcome is not None:  # it never was paused, and serves what it did
         return _ended("idle", progress.outcome)
     if event == "done":
@@ -295,29 +295,52 @@ def _settled(progress: Progress, event: Event, case: Case) -> Progress:
     return _go_back(progress, case)
 
 
-def _look_resumed(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
+def _resumed(progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
+    # One that failed may have let it go on for all that.
+    return replace(progress, step="look", tries=progress.tries + (event != "done"))
+
+
+def _looked_after_the_resume(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
     if event == "running":
         if progress.probed or case.probes_paused:
             return _ended("serving", "activated" if progress.goal == "wanted" else "rolled-back", progress.goal)
         return replace(progress, step="probe")
-    if event == "held":  # of the same incarnation, so what was confirmed is what it has
+    if event == "held":  # the same incarnation and version: it still has what was confirmed
         if progress.tries < policy.tries:
             return replace(progress, step="resume", tries=progress.tries + 1)
         return replace(progress, state="paused", step="report")
     return _ended("idle", "lost", progress.goal)
 
 
-def _reported(progress: Progress, case: Case) -> Progress:
-    if progress.outcome == "lost":
-        return _ended("idle", "lost", progress.goal)
-    if progress.outcome is not None:  # it was not paused: the others go back to what is served here
-        if case.fallback:
-            return replace(progress, step="settle", goal="fallback")
-        return _ended("idle", progress.outcome)
-    return _go_back(progress, case)
+def _released(progress: Progress, _event: Event, _policy: Policy, _case: Case) -> Progress:
+    return replace(progress, state="idle", step="report")
+
+
+def _reported(progress: Progress, _event: Event, _policy: Policy, case: Case) -> Progress:
+    if progress.outcome is None:
+        return _go_back(progress, case)
+    if progress.outcome != "lost" and case.fallback:  # the others go back to what is served here
+        return replace(progress, step="settle", goal="fallback")
+    return _ended("idle", progress.outcome, progress.goal)
 
 
 def _go_back(progress: Progress, case: Case) -> Progress:
     if progress.goal == "wanted" and case.fallback:
         return replace(progress, state="paused", step="look", goal="fallback", tries=0, pauses=0)
     return _ended("latched", "latched", progress.goal)
+
+
+_AFTER: dict[Step, Callable[[Progress, Event, Policy, Case], Progress]] = {
+    "rest": _begun,
+    "prepare": _prepared,
+    "look": _looked,
+    "ask": _decided,
+    "pause": _paused,
+    "load": _loaded,
+    "confirm": _confirmed,
+    "probe": _probed,
+    "settle": _settled,
+    "resume": _resumed,
+    "release": _released,
+    "report": _reported,
+}
