@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deltastore.errors import DrainTimeout, EngineError, SelfTestFailed, StorageError
-from deltastore.manifest import MODEL
 
 from .activation import PREPARED, UNKNOWN, Activation, Case, Weights, advance, keeps_kv
 from .logs import seconds_text, tell, tell_failure
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from deltastore.errors import DeltastoreError
-    from deltastore.manifest import Manifest
 
     from .activation import Coordinator, Event, Policy, Progress
     from .engines import Engine, EngineInfo, Probe
@@ -34,31 +32,13 @@ if TYPE_CHECKING:
     from .slots import LiveSlot
     from .status import Status
 
-__all__ = ["Serving", "check_components", "weights_of"]
-
-#: What the base carries beside the weights: its other files, and its weight files' headers.
-_BASE_FILES = frozenset({"files", "headers"})
+__all__ = ["Serving", "weights_of"]
 
 
 def weights_of(slot: LiveSlot) -> Weights:
     """Return a slot's version as the engine and its coordinator know it."""
     record = slot.record
     return Weights(f"{record.stream_id}/{record.version}", record.version, record.commit_id, slot.directory)
-
-
-def check_components(manifest: Manifest) -> None:
-    """Raise ``EngineError`` for a version that carries more than the model's weights, such as a draft or an adapter.
-
-    To activate the model without them would leave the engine with parts of two versions.
-    """
-    known = {MODEL} | (_BASE_FILES if manifest.parent_version is None else frozenset())
-    if unknown := sorted(set(manifest.components) - known):
-        raise EngineError(
-            f"Version {manifest.version} carries {', '.join(unknown)}, which the engine's adapter cannot activate "
-            f"together with the model.",
-            key=unknown[0],
-            hint="Publish it as tensors of the model's checkpoint, or upgrade the receiver.",
-        )
 
 
 class Serving:
