@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import pytest
 import training
-from test_daemon import Run, ScriptedEngine, ready_at
+from following import Run, ScriptedEngine, ready_at
 
 import receiver.daemon
 from deltastore import Writer, open_store
