@@ -47,6 +47,7 @@ class Routes:
         self._engine = engine
         self._extension = extension
         self._version = _FRESH
+        self._label: str | None = None  # the extension's
         self._started_at = time.time()
         self._ids = itertools.count()
         common: dict[tuple[str, str], Callable[[Call], Answer]] = {
@@ -108,7 +109,9 @@ class Routes:
         if method == "reload_weights" and isinstance(arguments, dict):
             return self._rpc(lambda: self._engine.load(Path(arguments["weights_path"])))
         if self._extension and method == "deltastore_load" and isinstance(arguments, dict):
-            return self._rpc(lambda: self._engine.load(Path(arguments["checkpoint"])))
+            return self._rpc(lambda: self._load_labelled(Path(arguments["checkpoint"]), arguments["label"]))
+        if self._extension and method == "deltastore_label":
+            return Answer({"results": [{"label": self._label}]})
         if self._extension and method == "deltastore_probe" and isinstance(arguments, dict):
             return self._rpc(lambda: self._probed(arguments["prompt"]))
         return _failed_rpc(f"'CPUWorker' object has no attribute '{method}'")
@@ -118,6 +121,12 @@ class Routes:
             return Answer({"results": [work()]})
         except LoadFailed as error:
             return _failed_rpc(str(error))
+
+    def _load_labelled(self, checkpoint: Path, label: str) -> dict[str, str]:
+        self._label = None
+        self._engine.load(checkpoint)
+        self._label = label
+        return {"label": label}
 
     def _probed(self, prompt: list[int]) -> dict[str, object]:
         made = self._engine.probe(prompt, len(prompt))
