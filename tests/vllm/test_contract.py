@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from conftest import EXTENSION
+from vllm_server import EXTENSION
 
 from receiver.engines import make_engine
 from receiver.testing.engine_contract import EngineContract
@@ -19,8 +19,8 @@ def extension(request):
 
 
 @pytest.fixture(scope="module")
-def server(start_vllm, checkpoints, extension):
-    with start_vllm(checkpoints[0], *(EXTENSION if extension == "yes" else ())) as server:
+def server(start_vllm, versions, extension):
+    with start_vllm(versions[0], *(EXTENSION if extension == "yes" else ())) as server:
         yield server
 
 
@@ -44,15 +44,15 @@ class Streamed(CompletionStream):
 
 class TestVllm(EngineContract):
     @pytest.fixture
-    def engine(self, server, checkpoints, extension):
-        start_over(server, checkpoints[0])
+    def engine(self, server, versions, extension):
+        start_over(server, versions[0])
         engine = make_engine("vllm", url=server.url, options={"extension": extension})
         yield engine
         engine.close()
 
-    @pytest.fixture(name="checkpoints")
-    def two_checkpoints(self, checkpoints):
-        return checkpoints[1:3]
+    @pytest.fixture
+    def checkpoints(self, versions):
+        return versions[1:3]
 
     @pytest.fixture
     def start_request(self, server):

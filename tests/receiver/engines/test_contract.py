@@ -16,6 +16,7 @@ from receiver.testing.streams import CompletionStream
 from tools.demo.model import TIED
 from tools.demo.serving import build
 
+NO_REQUEST = {"running": False, "aborted": False}
 HOOKS = Path(__file__).with_name("hooks.py")
 
 
@@ -144,7 +145,7 @@ class TestCommandEngine(Checkpoints):
             "resume": "",
             "probe": "",
         } | ({"info": ""} if asks else {})
-        hooks = {name: f"{sys.executable} {HOOKS} {state} {name}{rest}" for name, rest in arguments.items()}
+        hooks = {name: f"{sys.executable} -I -S {HOOKS} {state} {name}{rest}" for name, rest in arguments.items()}
         return make_engine("command", options=hooks | {"probes-paused": "yes"})
 
     @pytest.fixture
