@@ -75,6 +75,31 @@ def next_state(state: dict[str, torch.Tensor], seed: int, *, share: float = 0.02
     return after
 
 
+_ROW = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+INT8_CONFIG = CONFIG | {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _ROW, "input_activations": _TOKEN}},
+        "ignore": ["lm_head"],
+    }
+}
+
+
+def int8_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with linear layers in int8 and a scale for each row, as compressed-tensors has them."""
+    made = {}
+    for name, tensor in state.items():
+        if "_proj." in name:
+            scale = tensor.float().abs().amax(dim=1, keepdim=True) / 127
+            made[name] = (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8)
+            made[f"{name}_scale"] = scale
+        else:
+            made[name] = tensor
+    return made
+
+
 def write_checkpoint(path: Path, state: dict[str, torch.Tensor], config: dict[str, object] | None = None) -> Path:
     """Write a directory as the Hugging Face hub has them, tokenizer included: token 7 is the word ``t7``."""
     path.mkdir(parents=True)

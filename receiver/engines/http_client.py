@@ -12,7 +12,7 @@ from deltastore.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["TOKEN_NAME", "EngineClient", "NoAnswer", "NotThere"]
+__all__ = ["TOKEN_NAME", "EngineClient", "NoAnswer", "NotDone", "NotThere"]
 
 TOKEN_NAME: Final = "RECEIVER_ENGINE_TOKEN"  # noqa: S105 - the name, not the token
 _TRIES = 5  # connections that were closed while they stood idle; more than the pool ever holds
@@ -21,6 +21,10 @@ _SHOWN = 300  # characters of an answer in a message
 
 class NoAnswer(EngineError):
     """No answer came in time; whether the call was carried out is not known."""
+
+
+class NotDone(EngineError):
+    """The server says that it did not succeed, with status 200 and ``"success": false``."""
 
 
 class NotThere(EngineError):
@@ -66,7 +70,7 @@ class EngineClient:
     ) -> Mapping[str, Any]:
         """Make a call and return the object it is answered with.
 
-        Raises ``NoAnswer``, ``NotThere``, and ``EngineError`` for all else, also for ``"success": false``.
+        Raises ``NoAnswer``, ``NotThere``, ``NotDone``, and ``EngineError`` for all else.
         """
         response = self._send(method, path, timeout=timeout, query=query, body=body, repeatable=repeatable)
         try:
@@ -76,7 +80,8 @@ class EngineClient:
         if not isinstance(answer, dict):
             answer = {"answer": answer}
         if answer.get("success", True) is not True:
-            raise self.error(f"{path} says that it did not succeed: {_said(answer)}")
+            why = f"{path} says that it did not succeed: {_said(answer)}"
+            raise NotDone(f"engine {self._url}: {why}", key=self._url, hint="See its log.")
         return answer
 
     def text(self, method: str, path: str, *, timeout: float, query: Mapping[str, str] | None = None) -> str:

@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from deltastore.errors import DrainTimeout, EngineError
+from deltastore.errors import DrainTimeout
 from receiver.engines.base import EngineInfo, Probe
-from receiver.engines.http_client import EngineClient, NoAnswer, NotThere
+from receiver.engines.http_client import EngineClient, NoAnswer, NotDone, NotThere
 from receiver.engines.labels import UNKNOWN, Incarnations, Mark, holds_weights
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class VllmEngine:
             try:
                 self._http.ask("POST", "/reset_prefix_cache", query=query, timeout=self._options.request_timeout)
                 break
-            except EngineError:
+            except NotDone:
                 if not tries_left:
                     raise
                 time.sleep(_FLUSH_PAUSE)  # blocks that are being offloaded are let go by themselves
