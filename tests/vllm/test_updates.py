@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROMPTS = ((5, 6, 7), (1000, 2000, 3000, 4000), tuple(range(100, 160)))
-FLAVOURS = {
-    "bf16": (),
-    "bf16-extension": EXTENSION,
-    "fp8": ("--quantization", "fp8_per_channel"),
-    "fp8-extension": ("--quantization", "fp8_per_channel", *EXTENSION),
-}
+PRECISIONS = {"bf16": (), "fp8": ("--quantization", "fp8_per_channel")}
+FLAVOURS = {"bf16": (), "bf16-extension": EXTENSION, "fp8-extension": EXTENSION}
 
 
 def answers(url):
@@ -41,22 +38,40 @@ def flavour(request):
     return request.param
 
 
+@dataclass
+class Fresh:
+    """What servers answer that were started on versions 1 and 2; the second is still there."""
+
+    answers: dict
+    url: str
+
+
+@pytest.fixture(scope="session")
+def references(start_vllm, versions):
+    """A function that returns the fresh servers of a precision, started when they are first asked for."""
+    made = {}
+
+    def get(precision):
+        if precision not in made:
+            with start_vllm(versions[1], *PRECISIONS[precision]) as server:
+                first = answers(server.url)
+            server = stack.enter_context(start_vllm(versions[2], *PRECISIONS[precision]))
+            made[precision] = Fresh({1: first, 2: answers(server.url)}, server.url)
+            assert made[precision].answers[1] != made[precision].answers[2]
+        return made[precision]
+
+    with ExitStack() as stack:
+        yield get
+
+
 @pytest.fixture(scope="module")
-def fresh(start_vllm, versions, flavour):
-    """What servers that were started on each version answer, and one on the last version that may be asked more."""
-    made = []
-    for version in versions[:-1]:
-        with start_vllm(version, *FLAVOURS[flavour]) as server:
-            made.append(answers(server.url))
-    with start_vllm(versions[-1], *FLAVOURS[flavour]) as server:
-        made.append(answers(server.url))
-        yield made, server.url
-    assert len({str(one) for one in made}) == len(versions)
+def fresh(references, flavour):
+    return references(flavour.partition("-")[0])
 
 
 @pytest.fixture(scope="module")
 def server(start_vllm, versions, flavour):
-    with start_vllm(versions[0], *FLAVOURS[flavour]) as server:
+    with start_vllm(versions[0], *PRECISIONS[flavour.partition("-")[0]], *FLAVOURS[flavour]) as server:
         yield server
 
 
@@ -156,35 +171,33 @@ class Traffic:
 def test_every_version_is_served_as_a_fresh_server_serves_it(run, server, fresh, in_flight):
     receiver = run.follow("--in-flight", in_flight, "--drain-deadline", "60")
     receiver.ready(1)
-    assert answers(server.url) == fresh[0][1]
-    for version in (2, 3):
-        with Traffic(server.url) as traffic:
-            training.until(lambda: any(stream.tokens for stream in traffic.streams), what="tokens")
-            run.publish()
-            receiver.ready(version)
-        assert None not in traffic.reasons
-        assert "broken" not in traffic.reasons
-        assert ("abort" in traffic.reasons) == (in_flight == "abort")
-        assert answers(server.url) == fresh[0][version]
-        assert httpx.get(f"{server.url}/weight_info", trust_env=False).json() == {"weight_version": run.label(version)}
+    assert answers(server.url) == fresh.answers[1]
+    with Traffic(server.url) as traffic:
+        training.until(lambda: any(stream.tokens for stream in traffic.streams), seconds=60, what="tokens")
+        run.publish()
+        receiver.ready(2)
+    assert None not in traffic.reasons
+    assert "broken" not in traffic.reasons
+    assert ("abort" in traffic.reasons) == (in_flight == "abort")
+    assert answers(server.url) == fresh.answers[2]
+    assert httpx.get(f"{server.url}/weight_info", trust_env=False).json() == {"weight_version": run.label(2)}
     record = receiver.status()["last_activation"]
     assert record["outcome"] == "activated"
     receiver.end()
 
 
 def test_a_kept_request_goes_on_as_a_fresh_server_would_from_there(run, server, fresh):
-    run.publish()
     receiver = run.follow("--in-flight", "keep")
-    receiver.ready(2)
+    receiver.ready(1)
     before = complete(server.url, PROMPTS[0], 900)
     stream = CompletionStream(server.url, PROMPTS[0], most_tokens=900)
     assert stream.reach(50)
     run.publish()
-    receiver.ready(3)
+    receiver.ready(2)
     assert stream.outcome() == "length"
     differing = next(number for number in range(900) if stream.tokens[number] != before[0][number])
     assert stream.logprobs[:50] == before[1][:50]
-    tokens, logprobs = complete(fresh[1], [*PROMPTS[0], *stream.tokens[:differing]], 900 - differing)
+    tokens, logprobs = complete(fresh.url, [*PROMPTS[0], *stream.tokens[:differing]], 900 - differing)
     assert stream.tokens[differing:] == tokens
     assert stream.logprobs[differing:] == pytest.approx(logprobs, abs=0.05)
     receiver.end()
@@ -206,20 +219,8 @@ def test_a_receiver_killed_between_pause_and_resume_is_made_good_by_the_next_one
     receiver = run.follow("--in-flight", "keep")
     receiver.ready(2)
     assert stream.outcome() == "length"
-    assert answers(server.url) == fresh[0][2]
+    assert answers(server.url) == fresh.answers[2]
     receiver.end()
-
-
-def test_a_server_that_starts_again_is_loaded_before_the_receiver_is_ready(run, start_vllm, versions, flavour, fresh):
-    """On another port here, so this is also what a receiver finds that comes to a fresh server."""
-    with start_vllm(versions[0], *FLAVOURS[flavour]) as other:
-        run.engine_url = other.url
-        receiver = run.follow()
-        receiver.ready(1)
-        assert answers(other.url) == fresh[0][1]
-        other.kill()
-        training.until(lambda: not receiver.status()["ready"], seconds=60, what="that it is noticed")
-        receiver.end()
 
 
 @pytest.mark.parametrize("extension", [False, True], ids=["stock", "extension"])

@@ -18,7 +18,8 @@ from receiver.testing.stand_in import expected_tokens
 from receiver.testing.streams import CompletionStream, complete
 
 PROMPT = (5, 6, 7)
-SHORT = {f"{name}-timeout": "0.3" for name in ("request", "pause", "load", "probe")}
+SHORT = {f"{name}-timeout": "0.5" for name in ("request", "pause", "load", "probe")}
+HANGS = {EngineFaultKind.HANG, EngineFaultKind.HANG_AFTER}
 
 # The calls of an activation, in order, for each server; with how often each is made.
 CALLS = {
@@ -35,7 +36,7 @@ CALLS = {
 LOADS = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 FINE = {EngineFaultKind.CLOSE_IDLE, EngineFaultKind.PAUSE_HERE}
 #: A connection of its own, so the loss of it is told; the answer's loss with the load done is told as well.
-LOST = {EngineFaultKind.RESET, EngineFaultKind.LOSE_ANSWER, EngineFaultKind.HANG, EngineFaultKind.HANG_AFTER}
+LOST = {EngineFaultKind.RESET, EngineFaultKind.LOSE_ANSWER, *HANGS}
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def server(checkpoints, kind):
 
 @pytest.fixture
 def engine(server, kind):
-    engine = make_engine(kind, url=server.url, options=SHORT)
+    engine = make_engine(kind, url=server.url)
     yield engine
     engine.close()
 
@@ -80,11 +81,13 @@ def test_any_fault_in_any_call_is_an_error_or_harmless_and_the_next_try_ends_wel
 ):
     """After whatever failed, one more activation is enough, unless the engine died."""
     path = CALLS[kind][number]
+    hasty = make_engine(kind, url=server.url, options=SHORT)
     wanted = [[token.token for token in expected_tokens(checkpoint, PROMPT, 4)] for checkpoint in checkpoints]
     for turn, fault in enumerate(one for one in EngineFaultKind if one is not EngineFaultKind.HALF_LOAD):
         version, checkpoint = f"s/{turn}", turn % 3
         server.add(EngineFault(path=path, kind=fault))
-        error = failure_of(activate, engine, checkpoints[checkpoint], version)
+        trying = hasty if fault in HANGS else engine
+        error = failure_of(activate, trying, checkpoints[checkpoint], version)
         assert server.remaining == 0, fault
         if error is not None:
             assert error.hint
@@ -101,6 +104,7 @@ def test_any_fault_in_any_call_is_an_error_or_harmless_and_the_next_try_ends_wel
         activate(engine, checkpoints[checkpoint], version)
         assert engine.info().version == version
         assert complete(server.url, PROMPT, 4)[0] == wanted[checkpoint]
+    hasty.close()
 
 
 def failure_of(call, *arguments):
