@@ -5,7 +5,6 @@ Importing this package imports neither torch nor httpx.
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -47,13 +46,14 @@ def _make_none(url: str | None, options: dict[str, str]) -> Engine:
 
 
 def _make_torch(url: str | None, options: dict[str, str]) -> Engine:
+    from receiver.engines.options import seconds  # noqa: PLC0415 (as above)
     from receiver.engines.torch_server import Timeouts, TorchServerEngine  # noqa: PLC0415 (as above)
 
     url = _checked_url("torch", url)
     names = {f"{field.name}-timeout": field.name for field in fields(Timeouts)}
     _refuse_unknown("torch", options, tuple(names))
     return TorchServerEngine(
-        url, timeouts=Timeouts(**{names[key]: _seconds(key, text) for key, text in options.items()})
+        url, timeouts=Timeouts(**{names[key]: seconds(key, text) for key, text in options.items()})
     )
 
 
@@ -86,16 +86,6 @@ def _checked_url(engine: str, url: str | None) -> str:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"engine URL {url!r} is not HTTP", key=url, hint="http://127.0.0.1:PORT.")
     return url
-
-
-def _seconds(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UsageError(f"engine option {option}={text} is not a number of seconds", key=option, hint="60.")
-    return value
 
 
 def _refuse_unknown(engine: str, options: Mapping[str, str], known: tuple[str, ...]) -> None:

@@ -103,7 +103,7 @@ class EngineClient:
         body: Mapping[str, object] | None = None,
         repeatable: bool = True,
     ) -> httpx.Response:
-        limits = httpx.Timeout(timeout, connect=min(self._connect_timeout, timeout))
+        limits = httpx.Timeout(self._connect_timeout, read=timeout)
         try:
             response = self._request(method, path, limits, query, body, repeatable=repeatable)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:

@@ -29,6 +29,7 @@ __all__ = ["VllmEngine", "VllmOptions"]
 _STARTED: Final = "process_start_time_seconds "
 _FLUSH_TRIES = 5
 _FLUSH_PAUSE = 0.2  # seconds, between tries
+_LEAST_DRAIN = 0.25  # seconds: an idle server takes some time to say that it is paused
 _HINT = "Start vLLM with VLLM_SERVER_DEV_MODE=1, or give another --engine-url."
 
 
@@ -82,16 +83,16 @@ class VllmEngine:
         """Have the scheduler hold new requests, and deal with those that run; caches stay as they are until a load."""
         if in_flight == "wait" and self._version() == UNKNOWN:
             in_flight = "keep"  # what is frozen already must not run to its end on weights that nobody knows
-        drain = in_flight == "wait" and timeout is not None
+        drain = timeout if in_flight == "wait" else None
         try:
-            self._pause(in_flight, timeout if drain and timeout is not None else self._options.pause_timeout)
+            self._pause(in_flight, self._options.pause_timeout if drain is None else max(drain, _LEAST_DRAIN))
         except NoAnswer as error:
-            if not drain:
+            if drain is None:
                 raise
             # The server goes on draining, holds new requests, and calls that paused.
             self._resume()
             raise DrainTimeout(
-                f"requests still ran {timeout:g} s after the pause began",
+                f"requests still ran {drain:g} s after the pause began",
                 key=error.key,
                 hint="a longer drain timeout, or --in-flight abort or keep.",
             ) from error

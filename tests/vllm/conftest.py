@@ -29,7 +29,7 @@ def start_vllm(vllm_python, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def states() -> list[dict[str, object]]:
+def states(vllm_python) -> list[dict[str, object]]:
     """The weights of a base and of two steps after it."""
     made = [tiny_llama.random_state(1)]
     for seed in (2, 3):

@@ -209,6 +209,11 @@ def test_a_load_into_an_engine_that_somebody_else_drains_freezes_it_first(server
     other.close()
 
 
+def test_an_idle_engine_is_drained_in_no_time_at_all(engine):
+    engine.pause("wait", timeout=0)
+    assert engine.info().paused
+
+
 @pytest.mark.parametrize("keep_kv", [False, True])
 def test_prefixes_of_the_old_weights_are_dropped_unless_they_are_to_stay(server, engine, checkpoints, keep_kv):
     complete(server.url, PROMPT, 4)
