@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from deltastore.errors import DrainTimeout
+from deltastore.errors import DrainTimeout, EngineError
 from receiver.engines.base import EngineInfo, Probe
 from receiver.engines.http_client import EngineClient, NoAnswer, NotDone, NotThere
 from receiver.engines.labels import UNKNOWN, Incarnations, Mark, holds_weights
@@ -29,6 +29,7 @@ __all__ = ["VllmEngine", "VllmOptions"]
 _STARTED: Final = "process_start_time_seconds "
 _FLUSH_TRIES = 5
 _FLUSH_PAUSE = 0.2  # seconds, between tries
+_NO_JSON = "not JSON compliant"  # what the server says of NaN in its own answer, with status 400
 _LEAST_DRAIN = 0.25  # seconds: an idle server takes some time to say that it is paused
 _HINT = "Start vLLM with VLLM_SERVER_DEV_MODE=1, or give another --engine-url."
 
@@ -140,7 +141,12 @@ class VllmEngine:
             "return_token_ids": True,
             "ignore_eos": True,
         }
-        answer = self._http.ask("POST", "/v1/completions", body=body, timeout=self._options.probe_timeout)
+        try:
+            answer = self._http.ask("POST", "/v1/completions", body=body, timeout=self._options.probe_timeout)
+        except EngineError as error:
+            if _NO_JSON in error.message:
+                return Probe((math.nan,))
+            raise
         try:
             choice = answer["choices"][0]
             told = {"tokens": choice.get("token_ids"), "logprobs": choice["logprobs"]["token_logprobs"]}

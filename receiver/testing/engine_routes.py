@@ -223,6 +223,8 @@ class Routes:
         if call.body.get("stream"):
             return Answer(events=self._events(request))
         made = [*self._engine.generate(request)]
+        if not all(math.isfinite(token.logprob) for token in made):
+            return _wrong("Out of range float values are not JSON compliant")
         return Answer(self._completion(made, "abort" if request.aborted else "length"))
 
     def _events(self, request: Request) -> Iterator[object]:

@@ -142,7 +142,11 @@ def test_a_sick_reload_says_that_it_succeeded(checkpoints):
         assert None not in complete(server.url, PROMPT, 3)[1]
         with httpx.Client(base_url=server.url, trust_env=False) as client:
             assert reload(client, checkpoints[0]).json() == {"results": [None]}
-        assert complete(server.url, PROMPT, 3)[1] == [None] * 3
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
+            complete(server.url, PROMPT, 3)
+        stream = CompletionStream(server.url, PROMPT, most_tokens=3)
+        assert stream.outcome() == "length"
+        assert stream.logprobs == [None] * 3
 
 
 def test_a_death_breaks_streams_and_a_restart_is_another_engine(server, client):
