@@ -17,10 +17,12 @@ __all__ = [
     "DamagedSlot",
     "DeltastoreError",
     "DiskFull",
+    "DrainTimeout",
     "EngineError",
     "ObjectExists",
     "ObjectNotFound",
     "PublishError",
+    "SelfTestFailed",
     "SignatureMismatch",
     "SlotError",
     "StorageError",
@@ -246,3 +248,15 @@ class EngineError(DeltastoreError):
     """The inference engine refused, failed, or did not confirm what it was told to load."""
 
     kind = "engine"
+
+
+class DrainTimeout(EngineError):
+    """Requests that ran when the pause began had not ended by its deadline; generation was not held."""
+
+    kind = "drain-timeout"
+
+
+class SelfTestFailed(EngineError):
+    """The engine gave other or broken results after it reloaded the very version that it was at."""
+
+    kind = "self-test"

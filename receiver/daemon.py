@@ -13,6 +13,7 @@ from deltastore.errors import (
     DamagedSlot,
     DeltastoreError,
     EngineError,
+    SelfTestFailed,
     SlotError,
     StorageError,
     StoreNotFound,
@@ -25,6 +26,7 @@ from deltastore.limits import chosen_limits
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
+from .activation import Policy, Solo
 from .control import Orders
 from .engines import make_engine
 from .fleet import Heartbeats, own_id
@@ -33,6 +35,7 @@ from .logs import seconds_text, tell, tell_failure
 from .mending import Mending
 from .patcher import Patcher
 from .priority import Priority
+from .probing import read_expected
 from .serving import Serving
 from .slots import Slots
 from .stopping import Stopped, wait_unless
@@ -64,7 +67,8 @@ class _Overtaken(Exception):
 class Options:
     """What an operator decides. Sizes are in bytes; ``max_bandwidth``, ``scrub_rate`` (0: never) in bytes a second.
 
-    ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent).
+    ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent). ``self_test``: before
+    anything is followed the engine reloads the live version, and must be as before.
     """
 
     store: str
@@ -90,6 +94,9 @@ class Options:
     group: str | None = None
     receiver_id: str | None = None
     heartbeat: float | None = None
+    policy: Policy = field(default_factory=Policy)
+    probe_expect: Path | None = None
+    self_test: bool = False
 
 
 class Receiver:
@@ -109,6 +116,7 @@ class Receiver:
             raise UsageError(
                 f"{options.group!r} is no group's name.", hint="Use printable ASCII, at most 255 characters."
             )
+        options.policy.check()
         self._options = options
         self._status = status
         self._status.group = options.group
@@ -124,8 +132,13 @@ class Receiver:
         self._serving = Serving(
             make_engine(options.engine, url=options.engine_url, options=options.engine_options),
             status,
+            policy=options.policy,
+            coordinator=Solo(),
             stopped=lambda: self._stopping,
+            changed=self._changed,
+            expected=read_expected(options.probe_expect) if options.probe_expect else None,
         )
+        self._untested = options.self_test
         self._orders = Orders(
             self._slots.directory / "control.json",
             target=options.target,
@@ -272,6 +285,8 @@ class Receiver:
                 action()
             except _Overtaken:
                 continue
+            except SelfTestFailed:
+                raise
             except DeltastoreError as error:
                 passes = isinstance(error, (StorageError, StoreNotFound, VersionNotFound, EngineError))
                 if self._status.version is None and not passes:  # nothing is served yet: an operator has to look at it
@@ -381,19 +396,35 @@ class Receiver:
 
         Whatever stands in the way of another version, an engine that restarted gets the live one.
         """
+        if self._untested:
+            self._serve()
         try:
             wanted = self._approach()
         except DamagedSlot:
             raise  # no engine is to load it
         except DeltastoreError:
-            live = self._slots.live()
-            if live is not None:
-                self._serving.serve(live, self._patcher)
+            self._serve()
             raise
-        live = self._slots.live()
-        if live is not None:
-            self._serving.serve(live, self._patcher)
+        self._serve()
         self._rest(wanted)
+
+    def _serve(self) -> None:
+        """Have the engine serve the live slot, if there is one; the first time it may have to prove itself."""
+        live = self._slots.live()
+        if live is None:
+            return
+        if self._untested:
+            self._serving.self_test(live, self._patcher)
+            self._untested = False
+        self._serving.serve(live, self._patcher)
+
+    def _changed(self, one: int, other: int) -> float | None:
+        """Tell in which share of their elements two versions differ: by the last of the changes between them."""
+        try:
+            model = self._store.manifest(max(one, other)).model
+        except DeltastoreError:
+            return None
+        return model.changed_elements / max(1, model.total_elements)
 
     def _approach(self) -> Manifest | None:
         """Bring the live slot to the wanted version and return that; ``None`` when it is not to move."""

@@ -7,13 +7,13 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import httpx
 import msgspec
 import pytest
 import training
+from following import Run, ScriptedEngine, ready_at
 
 import receiver.daemon
 import receiver.patcher
@@ -33,70 +33,8 @@ from deltastore.errors import (
 from deltastore.manifest import encode_manifest, manifest_key
 from deltastore.signing import Signer, generate_key
 from receiver.daemon import Options, Receiver
-from receiver.engines.base import EngineInfo
 from receiver.follower import Follower
 from receiver.status import Status, StatusServer
-
-
-class ScriptedEngine:
-    """An engine that reads what it loads, fails as told, and knows what it must never be asked to do."""
-
-    def __init__(self):
-        self._incarnations = itertools.count()
-        self.calls = []
-        self.failures = {}
-        self.hooks = {}
-        self.refused = set()
-        self.loaded = None
-        self.served = []
-        self.dead = False
-        self.restart()
-
-    def restart(self):
-        """Start afresh: another incarnation, at no version, running."""
-        self.incarnation, self.version, self.paused, self.broken = f"i{next(self._incarnations)}", None, False, False
-
-    def _call(self, name):
-        self.calls.append(name)
-        if hook := self.hooks.pop(name, None):
-            hook()
-        if self.dead:
-            raise EngineError("nothing answers")
-        if self.failures.get(name, 0):
-            self.failures[name] -= 1
-            raise EngineError(f"{name} failed", key=name)
-
-    def info(self):
-        self._call("info")
-        return EngineInfo(self.incarnation, self.version, self.paused)
-
-    def pause(self):
-        self._call("pause")
-        self.paused = True
-
-    def load(self, checkpoint, *, version):
-        self._call("load")
-        if not self.paused:
-            raise EngineError("not paused")
-        self.version, self.broken = None, True
-        if version in self.refused:
-            raise EngineError(f"no {version}")
-        self.loaded = training.load(checkpoint)
-        self.version, self.broken = version, False
-
-    def confirm(self, version):
-        self._call("confirm")
-        if self.broken or self.version != version:
-            raise EngineError("another version")
-
-    def resume(self):
-        self._call("resume")
-        assert not self.broken, "resumed on weights that were not loaded"
-        self.paused = False
-        self.served.append(self.version)
-
-    def close(self):
-        self.calls.append("close")
 
 
 @pytest.fixture
@@ -106,61 +44,11 @@ def engine(monkeypatch):
     return made
 
 
-class Run:
-    """A stream, a trainer, and receivers."""
-
-    def __init__(self, root):
-        self.root = root
-        self.url = root / "store"
-        self.live = root / "host" / "live"
-        self.snapshots = [training.small_snapshot(0)]
-        self.base = training.save(root / "base", self.snapshots[0])
-
-    def publish(self, count=1):
-        with Writer(self.url, base=None if (self.url / "manifests").exists() else self.base) as writer:
-            for _ in range(count):
-                self.snapshots.append(training.small_snapshot(len(self.snapshots)))
-                writer.publish(self.snapshots[-1]).result()
-
-    def receiver(self, **options):
-        settings = {"store": str(self.url), "checkpoint": self.live, "poll": 0.02, **options}
-        made = Receiver(Options(**settings), Status(store=settings["store"], checkpoint=str(self.live), target="x"))
-        made.status = made._status
-        return made
-
-    @contextmanager
-    def running(self, **options):
-        made = self.receiver(**options)
-        failure = []
-
-        def run():
-            try:
-                made.run()
-            except BaseException as error:  # noqa: BLE001 - looked at by the test
-                failure.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        made.failure, made.thread = failure, thread
-        try:
-            yield made
-        finally:
-            made.stop()
-            thread.join(20)
-            assert not thread.is_alive()
-
-
 @pytest.fixture
 def run(tmp_path):
     made = Run(tmp_path)
     made.publish()
     return made
-
-
-def ready_at(made, version):
-    training.until(lambda: made.failure or (made.status.ready and made.status.serving == version), what=f"{version}")
-    assert made.failure == []
-    assert made.status.version == version
 
 
 def test_it_follows_versions_as_they_are_published(run, engine):
@@ -449,7 +337,7 @@ def test_an_engine_that_restarts_is_loaded_again_whatever_stands_in_the_way_of_a
         served = len(engine.served)
         engine.restart()
         training.until(lambda: made.status.serving == 1 and len(engine.served) > served)
-        assert engine.version == "1"
+        assert engine.number == "1"
         assert made.status.error is not None
 
 
@@ -459,9 +347,9 @@ def test_an_engine_that_restarts_in_any_moment_is_loaded_and_confirmed_again(run
         ready_at(made, 1)
         engine.hooks[moment] = engine.restart
         run.publish()
-        training.until(lambda: engine.version == "2" and made.status.ready)
+        training.until(lambda: engine.number == "2" and made.status.ready)
         ready_at(made, 2)
-        assert (engine.version, engine.paused) == ("2", False)
+        assert (engine.number, engine.paused) == ("2", False)
         assert training.differences(engine.loaded, run.snapshots[2]) == []
 
 
@@ -470,7 +358,7 @@ def test_a_step_that_fails_once_is_tried_again(run, engine, moment):
     engine.failures[moment] = 1
     with run.running() as made:
         ready_at(made, 1)
-    assert engine.version == "1"
+    assert engine.number == "1"
 
 
 def test_a_paused_engine_left_by_a_daemon_that_died_is_resumed(run, engine):
@@ -479,7 +367,7 @@ def test_a_paused_engine_left_by_a_daemon_that_died_is_resumed(run, engine):
     engine.version, engine.broken = None, True
     with run.running() as made:
         ready_at(made, 1)
-    assert (engine.paused, engine.version) == (False, "1")
+    assert (engine.paused, engine.number) == (False, "1")
 
 
 def test_a_version_that_the_engine_refuses_is_rolled_back_and_left_alone(run, engine):
@@ -521,7 +409,7 @@ def test_once_tells_that_the_engine_refused(run, engine):
     with pytest.raises(EngineError, match="no 2"):
         run.receiver().once()
     training.assert_holds(run.live, run.snapshots[1])
-    assert (engine.version, engine.paused) == ("1", False)
+    assert (engine.number, engine.paused) == ("1", False)
 
 
 def test_once_tells_that_the_engine_stays_paused(run, engine):
@@ -540,7 +428,7 @@ def test_an_engine_that_takes_nothing_stays_paused_and_is_tried_ever_more_slowly
         training.until(lambda: engine.calls.count("pause") >= 3)
         assert made.status.error is not None
         assert made.status.serving is None
-        assert made.status.record()["state"] == "degraded"
+        assert made.status.record()["state"] == "latched"
         assert engine.paused
         engine.refused.clear()
         ready_at(made, 1)
@@ -626,7 +514,8 @@ def test_metrics_and_status_tell_what_happened(run, engine):
         assert line in text
     record = made.status.record()
     patching = {"plan", "fetch", "decode", "verify", "patch", "swap"}
-    assert set(record["stages"]) == {"poll", *patching, "pause", "load", "confirm", "resume"}
+    activating = {"barrier", "drain", "pause", "load", "confirm", "probe", "resume"}
+    assert set(record["stages"]) == {"poll", *patching, *activating}
     assert record["stages"]["decode"] + record["stages"]["verify"] <= record["stages"]["patch"] * 2  # two workers
     schema = open_store(run.url).schema()
     assert record["stage_bytes"]["verify"] == record["stage_bytes"]["patch"] == schema.nbytes
