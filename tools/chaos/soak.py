@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Snapshot = dict[str, np.ndarray]
 
-__all__ = ["SoakReport", "rules", "soak"]
+__all__ = ["PATIENCE", "SoakReport", "rules", "soak"]
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ _TENSOR_ELEMENTS = 1 << 20
 _TRIES = 40
 _WORKERS = 2
 # Short waits of the libraries, so that a stall costs seconds; the deadlines of ours are what they always are.
-_PATIENCE = {
+PATIENCE = {
     "s3fs": {"config_kwargs.read_timeout": 3},
     "obstore": {"client_options.read_timeout": "3s"},
 }
@@ -134,7 +134,7 @@ def soak(
                 proxy.traffic = report.traffic
                 proxy.play(rules() if faults is None else faults)
                 direct = {**server.storage_options}
-                faulty = {**direct, **_PATIENCE[client], "client": client, "endpoint_url": endpoint}
+                faulty = {**direct, **PATIENCE[client], "client": client, "endpoint_url": endpoint}
                 stream = _Stream(home, f"{server.url}/soak", faulty, report)
                 stream.run(_snapshots(seed + report.streams, model_mib, steps))
                 stream.prove(direct)
