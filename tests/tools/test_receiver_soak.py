@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import tools.chaos.receiver_soak
 from deltastore.testing.s3_server import find_server_binary
 from tools.chaos.daemon import Sample, digest_of, growth, held
-from tools.chaos.receiver_soak import receiver_soak
+from tools.chaos.receiver_soak import ReceiverSoakReport, main, receiver_soak
 from tools.chaos.soak import rules
 
 THOROUGH = os.environ.get("DELTASTORE_THOROUGH") == "1"
@@ -81,3 +85,12 @@ def test_what_is_held_is_read(tmp_path):
     assert digest_of(weights) != found.digest
     shutil.rmtree(slot)
     assert held(live) is None
+
+
+def test_the_report_as_json(monkeypatch, capsys):
+    made = ReceiverSoakReport(versions=2, counters=Counter({"polls": 3.0}), samples=[sample(1)])
+    monkeypatch.setattr(tools.chaos.receiver_soak, "receiver_soak", lambda *_, **__: made)
+    monkeypatch.setattr(sys, "argv", ["receiver_soak", "--json"])
+    assert main() == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["versions"], record["counters"], record["samples"][0]["version"]) == (2, {"polls": 3.0}, 1)

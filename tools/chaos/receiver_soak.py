@@ -10,7 +10,6 @@ memory, descriptors and files must stay flat. Whatever it holds and serves has t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -20,10 +19,11 @@ import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from deltastore import Writer
@@ -492,7 +492,7 @@ def main() -> int:
             poll=options.poll,
             progress=tell,
         )
-    print(json.dumps(asdict(report)) if options.json else report.show())
+    print(msgspec.json.encode(report).decode() if options.json else report.show())
     return 0
 
 

@@ -9,16 +9,16 @@ missing, and every byte that was received or restored must have been the trainer
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 from safetensors.numpy import load_file, save_file
@@ -302,7 +302,7 @@ def main() -> int:
             progress=tell,
         )
     missing = {kind.value for kind in FaultKind} - set(report.traffic)
-    print(json.dumps(asdict(report)) if options.json else report.show())
+    print(msgspec.json.encode(report).decode() if options.json else report.show())
     if missing:
         print(f"never met: {', '.join(sorted(missing))}", file=sys.stderr)
     return 0
