@@ -261,6 +261,8 @@ def _main() -> None:
         _signal_at_change(*(int(number) for number in os.environ["SIGNAL_AT_CHANGE"].split("@")))
     if "COUNT_WRITES" in os.environ:
         _count_writes(os.environ["COUNT_WRITES"])
+    if "LOG_READS" in os.environ:
+        _log_reads(os.environ["LOG_READS"])
     code = 1
     try:
         _command(words[0])()
@@ -322,6 +324,27 @@ def _count_writes(path: str) -> None:
         return pwrite(descriptor, data, offset)
 
     os.pwrite = counted
+
+
+def log_reads(path: Path) -> dict[str, str]:
+    """Return an environment that has a command write down the key of each object that it reads from a local store."""
+    return {"LOG_READS": str(path)}
+
+
+def _log_reads(path: str) -> None:
+    from deltastore.storage.local import LocalBackend  # noqa: PLC0415 - only here
+
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def logged(call: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: LocalBackend, key: str, *arguments: Any, **options: Any) -> Any:
+            os.write(log, f"{key}\n".encode())
+            return call(self, key, *arguments, **options)
+
+        return read
+
+    for name in ("read", "read_range"):
+        setattr(LocalBackend, name, logged(getattr(LocalBackend, name)))
 
 
 def _command(program: str) -> Callable[[], None]:

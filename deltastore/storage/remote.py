@@ -23,7 +23,7 @@ from deltastore.storage.options import clean, parse_options, secrets_of, split_u
 from deltastore.storage.waiting import BASE_TIMEOUT, CREATE_LIMIT, LIST_TIMEOUT, patience, run_on
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from deltastore.storage.base import Buffer
 
@@ -88,20 +88,32 @@ def open_fsspec(url: str, *, storage_options: Mapping[str, object], timeout: flo
     # What fsspec.url_to_fs does, less the instance cache and with one place for errors.
     from_url = kind._get_kwargs_from_urls(plain_url)  # noqa: SLF001 - the hook that fsspec itself calls
     root = kind._strip_protocol(plain_url).rstrip("/")  # noqa: SLF001
-    try:
+
+    def make() -> Any:
         file_system = kind(**{**from_url, **options})
+        if _DIALECTS[protocol] is _S3:
+            file_system.retries = 1
+        return file_system
+
+    try:
+        return FsspecBackend(make, root, url=plain_url, protocol=protocol, timeout=timeout, secrets=secrets)
     except Exception as error:
         raise UsageError(
             f"the storage options do not fit {protocol}://: {clean(str(error), secrets)}",
             hint="check the storage options and the environment of this kind of storage",
         ) from error
-    if _DIALECTS[protocol] is _S3:
-        file_system.retries = 1
-    return FsspecBackend(file_system, root, url=plain_url, protocol=protocol, timeout=timeout, secrets=secrets)
+
+
+@dataclass(slots=True)
+class _Connection:
+    """A file system, and how many requests are on their way over it."""
+
+    file_system: Any
+    requests: int = 0
 
 
 class FsspecBackend:
-    """One prefix of a bucket (or container) behind an fsspec file system.
+    """One prefix of a bucket (or container) behind the fsspec file system that ``make`` returns.
 
     ``timeout`` bounds one small request; large ones get more by their size. ``secrets`` are texts that
     messages are cleaned of. ``close`` gives the connections back; a closed backend opens new ones when it
@@ -110,7 +122,7 @@ class FsspecBackend:
 
     def __init__(
         self,
-        file_system: Any,
+        make: Callable[[], Any],
         root: str,
         *,
         url: str,
@@ -118,7 +130,8 @@ class FsspecBackend:
         timeout: float = BASE_TIMEOUT,
         secrets: frozenset[str] = frozenset(),
     ) -> None:
-        self._fs = file_system
+        self._make = make
+        self._connection = _Connection(make())
         self._root = root
         self._url = url
         self._dialect = _DIALECTS[protocol]
@@ -218,15 +231,10 @@ class FsspecBackend:
 
     def close(self) -> None:
         """Close the connections, where the library keeps any."""
-        connect = getattr(self._fs, "set_session", None)
-        if connect is None or not self._connected or self._process != os.getpid():
+        file_system = self._connection.file_system
+        if not _renewable(file_system) or not self._connected or self._process != os.getpid():
             return
-
-        async def close() -> None:
-            client = await connect()
-            await client.close()
-
-        run_on(self._fs.loop, close, _CLOSE_TIMEOUT)
+        run_on(file_system.loop, lambda: _close(file_system), _CLOSE_TIMEOUT)
         self._connected = False
 
     def _path(self, key: str) -> str:
@@ -249,29 +257,41 @@ class FsspecBackend:
                 transient=False,
                 hint="open the store after the fork, or start workers by spawn",
             )
-        if not self._fs.async_impl:
+        file_system = self._connection.file_system
+        if not file_system.async_impl:
             with _SYNCHRONOUS:
-                return getattr(self._fs, method)(*arguments, **options)
-        call = getattr(self._fs, f"_{method}")
+                return getattr(file_system, method)(*arguments, **options)
         self._connected = True
         seconds = timeout if timeout is not None else patience(self._timeout, size)
-        return run_on(self._fs.loop, lambda: self._ask(call, *arguments, **options), seconds)
+        return run_on(file_system.loop, lambda: self._ask(method, *arguments, **options), seconds)
 
-    async def _ask(self, call: Any, *arguments: object, **options: Any) -> Any:
-        if self._denied and hasattr(self._fs, "set_session"):
+    # In the event loop's thread, and there alone
+
+    async def _ask(self, method: str, *arguments: object, **options: Any) -> Any:
+        if self._denied and _renewable(self._connection.file_system):
             self._denied = False
-            await self._renew()
-        return await call(*arguments, **options)
+            self._renew()
+        connection = self._connection
+        connection.requests += 1
+        try:
+            return await getattr(connection.file_system, f"_{method}")(*arguments, **options)
+        finally:
+            connection.requests -= 1
+            self._close_left(connection)
 
-    async def _renew(self) -> None:
-        """Make a new client, which looks for credentials again: those of a file may be new ones."""
-        old = await self._fs.set_session()
-        await self._fs.set_session(refresh=True)
-        # Other threads' requests may still be on their way over the old one, none of them longer than this.
-        asyncio.get_running_loop().call_later(LIST_TIMEOUT, self._close_client, old)
+    def _renew(self) -> None:
+        """Look for credentials again: those of a file may be new ones.
 
-    def _close_client(self, client: Any) -> None:
-        task = asyncio.get_running_loop().create_task(client.close())
+        By a new file system: an s3fs that is given another client keeps all that it ever had, some 13 MiB each.
+        """
+        old, self._connection = self._connection, _Connection(self._make())
+        self._close_left(old)
+
+    def _close_left(self, connection: _Connection) -> None:
+        """Close a connection that another one took the place of, once nothing is on its way over it."""
+        if connection is self._connection or connection.requests:
+            return
+        task = asyncio.get_running_loop().create_task(_close(connection.file_system))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -281,6 +301,16 @@ class FsspecBackend:
         ours = translate(error, verb, key, url=self._url, clean=lambda text: clean(text, self._secrets))
         self._denied |= isinstance(ours, AccessDenied)
         return ours
+
+
+def _renewable(file_system: Any) -> bool:
+    """Whether a file system keeps a client of its own, which has credentials and can be closed."""
+    return hasattr(file_system, "set_session")
+
+
+async def _close(file_system: Any) -> None:
+    client = await file_system.set_session()
+    await client.close()
 
 
 def _bytes(data: Buffer) -> bytes:

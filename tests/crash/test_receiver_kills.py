@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import training
-from forkserver import count_writes, signal_at_change
+from anchors import make_anchor
+from forkserver import count_writes, log_reads, signal_at_change
 
-from deltastore import open_store
+import deltastore.attempt
+from deltastore import Writer, open_store
+from deltastore.compact import compact
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -23,47 +35,117 @@ def once(big, checkpoint, *more):
     return ["receiver", "once", "--store", big.store, "--checkpoint", checkpoint, "--json", *more]
 
 
-def parts_here(checkpoint, store, start, end) -> int:
-    """Return how many bytes of a plan's parts lie whole beside a checkpoint; parts of older plans may lie there too."""
+@dataclass
+class Ways:
+    """A stream of 32 MiB with every kind of way through it, and its versions' snapshot ids."""
+
+    store: Path
+    ids: list[str]
+
+
+_LAST = 18
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory) -> Ways:
+    root = tmp_path_factory.mktemp("ways")
+    generator = torch.Generator().manual_seed(8)
+    weights = {f"layers.{number}.weight": torch.zeros(2 << 20, dtype=torch.bfloat16) for number in range(8)}
+    base = training.save(root / "base", weights, others=False)
+    (base / "config.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deltastore.attempt, "_PART_BYTES", 8 << 10)  # many parts, so that kills fall between them
+        patch.setattr(deltastore.attempt, "_FIRST_PART_BYTES", 8 << 10)
+        with Writer(root / "store", base=base) as writer:
+            for version in range(1, _LAST + 1):
+                weights = {name: tensor.clone() for name, tensor in weights.items()}
+                for tensor in weights.values():
+                    bits = tensor.view(torch.int16)
+                    where = torch.randint(0, bits.numel(), (2000,), generator=generator)
+                    bits[where] += 1 + torch.randint(0, 9, where.shape, generator=generator, dtype=torch.int16)
+                writer.publish(weights).result()
+                assert writer.version == version
+        store = open_store(root / "store")
+        compact(store, workers=2)
+        make_anchor(store, 9)
+    return Ways(root / "store", [manifest.snapshot_id for manifest in store.log()])
+
+
+@contextmanager
+def loading(live, held):
+    """Load what the link leads to again and again, as an engine would at any instant; yields the ids of what it saw."""
+    seen, failures, over = [], [], threading.Event()
+
+    def load():
+        try:
+            while True:
+                seen.append(held(live.resolve(strict=True)))
+                if over.wait(0.01):
+                    return
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+    assert failures == []
+
+
+def keys_here(checkpoint, plan) -> set[str]:
+    """Return the keys of a plan's parts that lie whole beside a checkpoint; parts of older plans may lie there too."""
     directory = checkpoint.with_name(f"{checkpoint.name}.slots") / "parts"
-    parts = [part for step in open_store(store).plan(start, end).steps for part in step.parts]
-    return sum(part.size for part in parts if (directory / part.digest.replace(":", "-")).exists())
+    parts = [part for step in plan.steps for part in step.parts]
+    return {part.key for part in parts if (directory / part.digest.replace(":", "-")).exists()}
 
 
-def stored_bytes(commands, big, start, end) -> int:
-    words = ["deltastore", "plan", big.store, "--from", start, "--to", end, "--json"]
-    return commands.run(*words).ok().json["stored_bytes"]
-
-
-@pytest.mark.timeout(3600)
-def test_kills_of_a_patch_at_random_instants(big, commands, tmp_path, held, rounds):
-    draw = random.Random(1)
-    live = tmp_path / "live"
-    commands.run(*once(big, live, "--target", 1)).ok()
-    durations = [commands.run(*once(big, live, "--target", target)).ok().seconds for target in (2, 0)]
-    longest = max(durations)
-    at, killed = 0, 0
-    for _ in range(rounds(50, 1000)):
-        target = (at + 1) % 3  # never the version before, which the other slot still holds
-        full = stored_bytes(commands, big, at, target)
-        command = commands.start(*once(big, live, "--target", target))
-        if not command.ends_within(draw.uniform(0, longest)):
-            command.send(signal.SIGKILL)
-            killed += 1
-        code = command.end().code
-        assert code in {0, -signal.SIGKILL}
-        now = held(live)
-        assert now in {big.ids[at], big.ids[target]}
-        assert (live / "config.json").read_text() == "{}"
-        before = parts_here(live, big.store, at, target) if now == big.ids[at] else 0
-        record = commands.run(*once(big, live, "--target", target)).ok().json
-        assert held(live) == big.ids[target]
-        if now == big.ids[at]:
-            assert record["last_update"]["fetched_bytes"] == full - before
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(20 if os.environ.get("DELTASTORE_THOROUGH") == "1" else 1))
+def test_kills_of_random_plans_at_random_instants(seed, ways, commands, tmp_path, held):
+    """Forwards, backwards, jumps over skips and anchors: one version at every instant, no part fetched twice."""
+    draw, store = random.Random(seed), open_store(ways.store)
+    live, log = tmp_path / "live", tmp_path / "log"
+    at, before, longest = 1, None, 0.0
+    commands.run(*once(ways, live, "--target", at)).ok()
+    killed, met, resumed = 0, set(), 0
+    for _ in range(50):
+        # Never the version before, which the other slot still holds.
+        target = draw.choice([version for version in range(_LAST + 1) if version not in {at, before}])
+        plan = store.plan(at, target)
+        met |= {step.kind for step in plan.steps}
+        with loading(live, held) as seen:
+            log.write_bytes(b"")
+            command = commands.start(*once(ways, live, "--target", target), env=log_reads(log))
+            if not command.ends_within(draw.uniform(0, max(longest, 0.1))):
+                command.send(signal.SIGKILL)
+            ended = command.end()
+            assert ended.code in {0, -signal.SIGKILL}
+            now = held(live)
+            assert now in {ways.ids[at], ways.ids[target]}
+            assert (live / "config.json").read_text() == "{}"
+            here = keys_here(live, plan) if now == ways.ids[at] else set()
+            if ended.code:
+                killed += 1
+                resumed += bool(here)
+            log.write_bytes(b"")
+            again = commands.run(*once(ways, live, "--target", target), env=log_reads(log)).ok()
+        assert set(seen) <= {ways.ids[at], ways.ids[target]}
+        assert held(live) == ways.ids[target]
+        parts = {part.key: part.size for step in plan.steps for part in step.parts}
+        read = [key for key in log.read_text().split() if key in parts]
+        if now == ways.ids[at]:
+            assert sorted(read) == sorted(parts.keys() - here)
+            assert again.json["last_update"]["fetched_bytes"] == sum(parts[key] for key in read)
+            longest = max(longest, again.seconds)
         else:
-            assert record["last_update"] == {}
-        at = target
+            assert (read, again.json["last_update"]) == ([], {})
+        at, before = target, at
     assert killed >= 10  # the others were faster than the signal
+    assert met == {"delta", "inverse", "skip", "anchor"}
+    assert resumed >= 2
 
 
 def written_bytes(log) -> int:

