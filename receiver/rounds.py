@@ -119,7 +119,7 @@ def after_load(
 
 
 class Group:
-    """One member of a group: it coordinates this receiver's activations with the others' (a ``Coordinator``).
+    """One member of a group: it coordinates this receiver's activations with the others' (a ``Decider``).
 
     ``poll``, ``ready_timeout`` (for the others' readiness, before the pause) and ``load_timeout`` (for their loads,
     while all are paused) are in seconds. ``wait`` waits so long, and raises when the receiver is told to stop.
@@ -156,7 +156,7 @@ class Group:
         self._round: Round | None = None
         self._entered: int | None = None  # the round in which this member was told to pause
         self._looks = 0
-        self._own: object = None
+        self._order: object = None
         self._refused: set[str] = set()  # commit ids that a round could not activate
 
     def join(self) -> None:
@@ -179,17 +179,18 @@ class Group:
 
     # Which version
 
-    def wanted(self, own: Callable[[], Manifest]) -> Manifest | None:
+    def wanted(self, own: Callable[[], Manifest | None], *, order: object = None) -> Manifest | None:
         """Return the version to prepare: the present round's, or what the group serves; ``None`` before the first one.
 
-        ``own``: what this receiver would follow by itself; where it leads, a round is begun for that. A steady look is
-        one small read, and for the leader what ``own`` takes. Raises what that raises, and ``StorageError``.
+        ``own``: what this receiver would follow by itself; where it leads, a round is begun for that. ``order``: who
+        ordered that; with another one, versions that failed are tried again. A steady look is one small read, and for
+        the leader what ``own`` takes. Raises what that raises, and ``StorageError``.
         """
         round_ = self._present()
         if round_.wanted is None:
             target = own() if self.leads else None
-            if own is not self._own:  # an operator's order: what was refused is tried again
-                self._own = own
+            if order != self._order:
+                self._order = order
                 self._refused.clear()
             choice = self._to_begin(round_, target)
             if choice is not None:
@@ -238,7 +239,7 @@ class Group:
             )
         return manifest
 
-    # Coordinator
+    # Decider
 
     def may_pause(self, weights: Weights) -> bool:
         """Say that they are prepared here, and wait for the round's go; ``False``: leave them.

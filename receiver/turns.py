@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deltastore.reader import Store
     from deltastore.turns import Turns
 
-    from .activation import Coordinator, Weights
+    from .activation import Decider, Weights
 
 __all__ = ["PROBE", "Canary", "Rolling"]
 
@@ -39,7 +39,7 @@ class Canary:
 
 
 class Rolling:
-    """A ``Coordinator`` round another one: first the canary's word, and a turn; then what the other one says.
+    """A ``Decider`` round another one: first the canary's word, and a turn; then what the other one says.
 
     ``most``: receivers of ``fleet`` that may be unavailable at once (``None``: any number). ``available`` tells whether
     this receiver's engine serves now: to pause one that does not takes nothing from the fleet, and needs no turn.
@@ -49,7 +49,7 @@ class Rolling:
     def __init__(
         self,
         store: Store,
-        inner: Coordinator,
+        inner: Decider,
         *,
         fleet: str,
         receiver_id: str,
@@ -120,7 +120,7 @@ class Rolling:
         known = self._look()
         return known is not None and choice in known.promoted
 
-    # Coordinator
+    # Decider
 
     def may_pause(self, weights: Weights) -> bool:
         """Take a turn if one is needed and to be had, and ask the other coordinator; raises what that does."""
