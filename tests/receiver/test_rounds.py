@@ -151,12 +151,12 @@ def test_a_follower_that_begins_anew_takes_no_round(store, running):
     for member in members:
         running(member, lambda: 1)
     training.until(lambda: all(member.serving == 1 for member in members))
-    number = members[0].group._round.number
+    number = members[0].group._objects.newest()
     members[2].ended.set()
     again = One(store, "c", engine=False)
     running(again, lambda: 1)
     training.until(lambda: again.serving == 1)
-    assert members[0].group._round.number == number
+    assert members[0].group._objects.newest() == number
 
 
 def test_an_engine_that_lost_its_weights_is_loaded_again_together_with_the_others(store, running):
@@ -164,7 +164,7 @@ def test_an_engine_that_lost_its_weights_is_loaded_again_together_with_the_other
     for member in members:
         running(member, lambda: 1)
     training.until(lambda: all(member.serving == 1 for member in members))
-    number = members[0].group._round.number
+    number = members[0].group._objects.newest()
     members[1].serving = None
     training.until(lambda: all(member.serving == 1 for member in members))
-    assert members[0].group._round.number == number + 1
+    assert members[0].group._objects.newest() == number + 1
