@@ -37,7 +37,7 @@ from .mending import Mending
 from .patcher import Patcher
 from .priority import Priority
 from .probing import read_expected
-from .serving import Serving, check_components
+from .serving import Serving
 from .slots import Slots
 from .stopping import Stopped, wait_unless
 
@@ -492,16 +492,11 @@ class Receiver:
             self._status.enter("waiting" if held_up else "following" if wanted is not None else "paused")
             self._status.succeeded()
 
-    def _newest(self, wanted: Manifest) -> Manifest:
-        check_components(newest := self._wanted() or wanted)
-        return newest
-
     def _patch(self, wanted: Manifest) -> Manifest:
         """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
-        check_components(wanted)
         self._status.enter("patching")
         patched = self._priority.run(
-            lambda: self._patcher.move_to(wanted, newest=lambda: self._newest(wanted)), leave=self.stop
+            lambda: self._patcher.move_to(wanted, newest=lambda: self._wanted() or wanted), leave=self.stop
         )
         self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)

@@ -106,7 +106,7 @@ def test_members_go_to_what_their_leader_wants_and_back(store, running):
         running(member, lambda: target.version)
     for version in (1, 2, 0, 2):
         target.version = version
-        training.until(lambda: [member.serving for member in members] == [version] * 3)
+        training.until(lambda: [member.serving for member in members] == [target.version] * 3)
     assert [member.group.leads for member in members] == [False, True, False]
 
 
