@@ -1,4 +1,4 @@
-"""The objects of groups and turns as they lie in a store: strictly parsed, created once, cleaned up, in nobody's way."""
+"""The objects of groups and turns in a store: strictly parsed, created once, cleaned up, and in nobody's way."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_members_join_once_and_are_replaced_by_hand(backend):
 
 
 def test_a_member_record_with_more_than_its_size_is_refused(backend):
-    members = tuple(GroupMember(name, False) for name in "abc")  # noqa: FBT003
+    members = tuple(GroupMember(name, False) for name in "abc")
     record = Members(stream_id=STREAM, group="g", number=1, size=2, members=members, at=now())
     backend.create("groups/g/members/0000000001.json", encode_coordination(record))
     with pytest.raises(CorruptObject):

@@ -3,85 +3,17 @@
 from __future__ import annotations
 
 import signal
-import threading
-from contextlib import ExitStack
 
 import httpx
 import pytest
-import torch
 import training
+from small_engines import Engines, Stream, holds
 
-from deltastore import Writer, open_store
+from deltastore import open_store
 from deltastore.groups import RoundObjects
-from receiver.engines.serve import EngineApp, serve_in_thread
-from receiver.engines.torch_module import TorchModuleEngine
-from tools.demo.model import TIED, CausalLM, ModelConfig, save_checkpoint
-from tools.demo.serving import build
 
-TINY = ModelConfig(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=96,
-)
 MEMBERS = ("leader", "engine", "follower-1", "follower-2")
 PHASES = ("wanted", "ready", "go", "loaded", "outcome")
-
-
-def weights(seed):
-    return {name: tensor.to(torch.bfloat16) for name, tensor in CausalLM(TINY).initialise(seed).state_dict().items()}
-
-
-class Stream:
-    """A store of the tiny model's weights."""
-
-    def __init__(self, root):
-        self.root, self.url, self.base, self.versions = root, root / "store", root / "base", 0
-        save_checkpoint(self.base, TINY, weights(0))
-        self.publish()
-
-    def publish(self):
-        self.versions += 1
-        with Writer(self.url, base=self.base if self.versions == 1 else None) as writer:
-            writer.publish(weights(self.versions)).result()
-
-
-def holds(engine, version):
-    """Tell whether the module's own weights are exactly those of a version."""
-    found, wanted = dict(engine._weights), weights(version)
-    return all(torch.equal(found[name], wanted[name]) for name in found if name in wanted)
-
-
-class Engines:
-    """Two engines in this process; knows at every moment which of them generate, and with what."""
-
-    def __init__(self, base):
-        self.lock, self.generating, self.seen = threading.Lock(), {}, []
-        self.made = {name: self.make(name, base) for name in MEMBERS[:2]}
-
-    def make(self, name, base):
-        model = build(base, "bf16")
-        engine = TorchModuleEngine(model.module, mapping=TIED, probe=model.probe)
-        engine.prime(base)
-        engine.app = EngineApp(engine, model, streams=2)
-        pause, resume = engine.pause, engine.resume
-
-        def paused(*given, **options):
-            pause(*given, **options)
-            with self.lock:
-                self.generating[name] = None
-
-        def resumed():
-            with self.lock:
-                self.generating[name] = engine.info().version
-                versions = set(self.generating.values()) - {None}
-                self.seen.append(versions)
-            resume()
-
-        engine.pause, engine.resume = paused, resumed
-        return engine
 
 
 class GroupOfFour:
@@ -121,9 +53,8 @@ class GroupOfFour:
 @pytest.fixture
 def group(commands, tmp_path):
     stream = Stream(tmp_path)
-    engines = Engines(stream.base)
-    with ExitStack() as stack:
-        urls = {name: stack.enter_context(serve_in_thread(engine.app)) for name, engine in engines.made.items()}
+    engines = Engines(stream.base, MEMBERS[:2])
+    with engines.served() as urls:
         yield GroupOfFour(commands, stream, engines, urls)
         commands.end_all()
 
