@@ -27,6 +27,7 @@ __all__ = [
     "AtDeadline",
     "Case",
     "Coordinator",
+    "Decider",
     "Event",
     "Goal",
     "Outcome",
@@ -79,7 +80,7 @@ class Weights:
     directory: Path
 
 
-class Coordinator(Protocol):
+class Decider(Protocol):
     """Who decides that weights are activated, and when generation may go on.
 
     All may raise ``StorageError``, and the daemon's ``Stopped`` when told to end.
@@ -102,8 +103,40 @@ class Coordinator(Protocol):
         ...
 
 
+class Coordinator(Decider, Protocol):
+    """A decider, and what it tells before anything is done."""
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether an engine that cannot load a version is given the one before at once; else a later pass does it."""
+        ...
+
+    def due(self, weights: Weights) -> bool:
+        """Tell whether weights have to be activated although the engine serves them."""
+        ...
+
+    def concerns(self, weights: Weights) -> bool:
+        """Tell whether an activation may begin now, as far as that can be told without waiting."""
+        ...
+
+
 class Solo:
     """One engine alone: everything at once."""
+
+    @property
+    def goes_back(self) -> bool:
+        """Nobody else has to."""
+        return True
+
+    def due(self, weights: Weights) -> bool:
+        """Never."""
+        del weights
+        return False
+
+    def concerns(self, weights: Weights) -> bool:
+        """Whatever it is."""
+        del weights
+        return True
 
     def may_pause(self, weights: Weights) -> bool:
         """Agree."""

@@ -59,6 +59,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     cache_size: str | int | UnsetType = UNSET
     trusted_keys: tuple[str, ...] | UnsetType = UNSET
     group: str | UnsetType = UNSET
+    group_size: int | UnsetType = UNSET
+    group_ready_timeout: float | UnsetType = UNSET
+    group_load_timeout: float | UnsetType = UNSET
+    fleet: str | UnsetType = UNSET
+    max_unavailable: int | UnsetType = UNSET
+    canary: str | UnsetType = UNSET
+    promote_by: str | UnsetType = UNSET
     receiver_id: str | UnsetType = UNSET
     heartbeat: bool | UnsetType = UNSET
     heartbeat_every: float | UnsetType = UNSET

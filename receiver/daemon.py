@@ -26,8 +26,9 @@ from deltastore.limits import chosen_limits
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
-from .activation import Policy, Solo
+from .activation import Policy
 from .control import Orders
+from .coordination import Coordinated, Coordination
 from .engines import make_engine
 from .fleet import Heartbeats, own_id
 from .follower import Follower, check_target
@@ -91,7 +92,7 @@ class Options:
     durability: str = "version"
     unsafe_file_system: bool = False
     scrub_rate: int = 0
-    group: str | None = None
+    coordination: Coordination = field(default_factory=Coordination)
     receiver_id: str | None = None
     heartbeat: float | None = None
     policy: Policy = field(default_factory=Policy)
@@ -112,14 +113,15 @@ class Receiver:
                 f"{options.receiver_id!r} is no id of a receiver.",
                 hint="Use letters, digits, dots, dashes: 128 at most.",
             )
-        if options.group is not None and not is_word(options.group):
-            raise UsageError(
-                f"{options.group!r} is no group's name.", hint="Use printable ASCII, at most 255 characters."
-            )
+        group = options.coordination.group
+        if group is not None and not is_word(group):
+            raise UsageError(f"{group!r} is no group's name.", hint="Use printable ASCII, at most 255 characters.")
         options.policy.check()
+        if options.self_test and options.coordination.size is not None:
+            raise UsageError("A member of a group reloads nothing by itself.", hint="Leave --self-test out.")
         self._options = options
         self._status = status
-        self._status.group = options.group
+        self._status.group = group
         self._slots = Slots(
             options.checkpoint,
             durable=options.durability == "version",
@@ -129,14 +131,22 @@ class Receiver:
         # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.
         self._stopping = False
         self._woken: SimpleQueue[None] = SimpleQueue()
+        self._coordinated = Coordinated(
+            options.coordination,
+            engine=options.engine != "none",
+            poll=options.poll,
+            available=lambda: self._serving.available(),  # noqa: PLW0108 - made below
+            wait=self._wait_for_others,
+        )
         self._serving = Serving(
             make_engine(options.engine, url=options.engine_url, options=options.engine_options),
             status,
             policy=options.policy,
-            coordinator=Solo(),
+            coordinator=self._coordinated,
             stopped=lambda: self._stopping,
             changed=self._changed,
             expected=read_expected(options.probe_expect) if options.probe_expect else None,
+            link=options.checkpoint if options.coordination.size is not None else None,
         )
         self._untested = options.self_test
         self._orders = Orders(
@@ -145,6 +155,8 @@ class Receiver:
             told=lambda control, target: status.controlled(control, wanted=target),
         )
         self._heeded: Control | SlotError | None = None  # the one that the follower was made for
+        self._waiting = False  # for the first version of a group, or of a canary
+        self._target = options.target
         self._in_touch = False
         self._priority = Priority(nice=options.nice, io=options.io_priority)
         self._limits = chosen_limits(
@@ -171,6 +183,11 @@ class Receiver:
         """Wait for bandwidth, or for room, unless something else is wanted by then."""
         wait_unless(lambda: self._stopping, seconds)
         self._check()
+
+    def _wait_for_others(self, seconds: float) -> None:
+        wait_unless(lambda: self._stopping, seconds)
+        if self._stopping:
+            raise Stopped
 
     # From other threads
 
@@ -375,6 +392,7 @@ class Receiver:
         )
         self._status.stream_id = store.stream_id
         self._status.enter("starting")
+        self._coordinated.begin(store, self._status.receiver_id or "")
         live = self._priority.run(self._patcher.adopt, leave=self.stop)
         if live is not None:
             self._status.version = live.record.version
@@ -433,33 +451,43 @@ class Receiver:
             return None
         started = time.perf_counter()
         self._in_touch = False
-        wanted = self._follower.wanted()
+        wanted = self._wanted()
         self._in_touch = True
         self._status.polled(time.perf_counter() - started)
+        self._waiting = wanted is None
+        if wanted is None:
+            return None
         self._status.aims(wanted.version, wanted.created_at)
         if control.paused:
             return None
         live = self._slots.live()
-        if live is None or (
-            live.record.commit_id != wanted.commit_id and not self._serving.has_refused(wanted.commit_id)
-        ):
+        if live is None or (live.record.commit_id != wanted.commit_id and not self._has_refused(wanted)):
             try:
                 return self._patch(wanted)
             except VersionForgotten:
-                if self._follower.wanted().version == wanted.version:  # a fixed target
+                again = self._wanted()
+                if again is not None and again.version == wanted.version:  # a fixed target
                     raise
                 return self._approach()  # the newest one goes on existing
         return wanted
+
+    def _wanted(self) -> Manifest | None:
+        """Return the version to be at, by the target and by whoever it is coordinated with."""
+        return self._coordinated.wanted(self._target, self._follower.wanted)
 
     def _heed(self) -> Control | SlotError:
         """Return what an operator told last; a new target begins afresh."""
         control = self._orders.control
         if control is not self._heeded:
             if not isinstance(control, SlotError):
-                self._follower = Follower(self._store, self._orders.target_of(control))
+                self._target = self._orders.target_of(control)
+                self._follower = Follower(self._store, self._target)
                 self._serving.forget_refusals()
             self._heeded = control
         return control
+
+    def _has_refused(self, manifest: Manifest) -> bool:
+        return self._serving.has_refused(manifest.commit_id) or self._coordinated.refuses(manifest.commit_id)
 
     def _rest(self, wanted: Manifest | None) -> None:
         """Say how it stands until the next look."""
@@ -469,17 +497,18 @@ class Receiver:
                 self._status.failed(control)
                 tell_failure(control, "Following waits.")
             self._status.enter("held")
-        elif wanted is not None and self._serving.has_refused(wanted.commit_id):
+        elif wanted is not None and self._has_refused(wanted):
             self._status.enter("degraded")
         else:
-            self._status.enter("following" if wanted is not None else "paused")
+            held_up = self._waiting or self._status.serving != self._status.version
+            self._status.enter("waiting" if held_up else "following" if wanted is not None else "paused")
             self._status.succeeded()
 
     def _patch(self, wanted: Manifest) -> Manifest:
         """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
         self._status.enter("patching")
         patched = self._priority.run(
-            lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
+            lambda: self._patcher.move_to(wanted, newest=lambda: self._wanted() or wanted), leave=self.stop
         )
         self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)

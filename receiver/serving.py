@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from deltastore.errors import DrainTimeout, EngineError, SelfTestFailed, StorageError
@@ -22,6 +22,7 @@ from .stopping import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from deltastore.errors import DeltastoreError
 
@@ -45,7 +46,8 @@ class Serving:
     """One engine, the version that it confirmed, and the versions that it refused.
 
     No activation begins once ``stopped``. ``changed`` tells in which share of their elements two versions differ, or
-    ``None`` where that cannot be told now.
+    ``None`` where that cannot be told now. ``link``: what the engine loads instead of the slot: on the hosts of one
+    engine the same version may be in different slots.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Serving:
         stopped: Callable[[], bool],
         changed: Callable[[int, int], float | None],
         expected: Mapping[str, Expected] | None = None,
+        link: Path | None = None,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -66,6 +69,7 @@ class Serving:
         self._stopped = stopped
         self._changed = changed
         self._expected = expected or {}
+        self._link = link
         self._confirmed: tuple[str, str] | None = None  # incarnation and label that the engine last confirmed
         self._probed: tuple[Weights, Probe] | None = None  # of what was served last
         self._awaits_first = False
@@ -81,15 +85,32 @@ class Serving:
         coordinator cannot tell; ``Stopped``.
         """
         info = self._ask()
-        weights = weights_of(live)
+        weights = self._weights(live)
         if info.paused or self._confirmed != (info.incarnation, info.version):
             self.doubt()
-        elif info.version == weights.label:
+        elif info.version == weights.label and not self._coordinator.due(weights):
             self._look_for_first_tokens()
+            self._coordinator.served(weights)
+            return
+        if not self._coordinator.concerns(weights):
+            self._status.enter("waiting")
             return
         result = self._activate(weights, patcher)
-        if result.outcome not in ("activated", "rolled-back", "refused"):
+        waits = result.outcome == "latched" and result.error is None  # for the others, and for what they decide next
+        if result.outcome not in ("activated", "rolled-back", "refused") and not waits:
             raise _error(result)
+
+    def _weights(self, live: LiveSlot) -> Weights:
+        weights = weights_of(live)
+        return weights if self._link is None else replace(weights, directory=self._link)
+
+    def available(self) -> bool:
+        """Tell whether the engine serves a version, whichever; one that does not answer does not."""
+        try:
+            info = self._engine.info()
+        except EngineError:
+            return False
+        return info.version is not None and not info.paused
 
     def _look_for_first_tokens(self) -> None:
         """Note how long after its resume the engine gave a token again, where it can tell; it may not know yet."""
@@ -159,7 +180,7 @@ class Serving:
             if self._stopped():
                 raise Stopped
             self._status.enter("activating")
-            other = patcher.previous()
+            other = patcher.previous() if self._coordinator.goes_back else None
             if other is not None and other.record.commit_id in self._refused:
                 other = None
             run = _Run(
@@ -238,7 +259,7 @@ class Serving:
 
     def _leave_alone(self, weights: Weights, error: DeltastoreError | None, patcher: Patcher) -> None:
         """Make the version before the live one again; without one there is nothing else to serve."""
-        other = patcher.previous()
+        other = patcher.previous() if self._coordinator.goes_back else None
         if other is None or other.record.commit_id in self._refused:
             return
         self._refused.add(weights.commit_id)

@@ -6,14 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltastore.errors import UsageError
+from deltastore.groups import group_names, left, members_ledger
 from deltastore.heartbeat import forget_members, read_fleet
 from deltastore.reader import open_store
+from deltastore.turns import fleet_names, given_back, turns_ledger
 
 from .app import emit, json_option, store_options, trusted_keys_option
 from .records import table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from deltastore.heartbeat import Member
+    from deltastore.reader import Store
 
 __all__ = ["command"]
 
@@ -32,28 +38,101 @@ _DAY = 86_400.0
     metavar="DAYS",
     help="Delete heartbeats that are older (7 days if no number follows), and damaged ones.",
 )
+@click.option("--clear-turn", metavar="RECEIVER_ID", help="Take a turn from a receiver that is gone.")
+@click.option("--clear-member", metavar="RECEIVER_ID", help="Take a receiver that is gone out of its group.")
 @json_option
 def command(
     store: str,
     storage_options: dict[str, str],
     trusted_keys: tuple[str, ...] | None,
     days: float | None,
+    clear_turn: str | None,
+    clear_member: str | None,
     as_json: bool,
 ) -> None:
-    """Show what each receiver last said of itself."""
+    """Show what each receiver last said of itself, who holds a turn, and who belongs to which group."""
     opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
+    if clear_turn is not None:
+        _clear_turn(opened, clear_turn)
+    if clear_member is not None:
+        _clear_member(opened, clear_member)
     members = read_fleet(opened.backend, stream_id=opened.stream_id)
     forgotten = []
     if days is not None:
         forgotten = list(forget_members(opened.backend, members, older_than=days * _DAY))
         members = [member for member in members if member not in forgotten]
     records = [_record(member) for member in members]
+    silent = {record["receiver_id"]: record["silent"] for record in records}
+    fleets, groups = _fleets(opened, silent), _groups(opened)
     if as_json:
-        emit({"receivers": records, "forgotten": [member.receiver_id for member in forgotten]})
+        forgotten_ids = [member.receiver_id for member in forgotten]
+        emit({"receivers": records, "forgotten": forgotten_ids, "fleets": fleets, "groups": groups})
         return
     click.echo(table(("receiver", "version", "target", "lag", "age", "group", "state", "host"), [*map(_row, records)]))
+    for fleet in fleets:
+        for turn in fleet["turns"]:
+            gone = ", who is silent: the rollout waits for it, or for --clear-turn" if turn["silent"] else ""
+            click.echo(f"turn of {fleet['fleet']}: {turn['receiver_id']} for version {turn['version']}{gone}")
+    for group in groups:
+        missing = group["size"] - len(group["members"])
+        click.echo(
+            f"group {group['group']}: {', '.join(group['members'])}"
+            f"{f', and {missing} that have not joined' if missing else ''}; leader {group['leader'] or '-'}"
+        )
     for member in forgotten:
         click.echo(f"forgotten: {member.receiver_id}", err=True)
+
+
+def _fleets(store: Store, silent: Mapping[str, bool]) -> list[dict[str, Any]]:
+    fleets = []
+    for name in fleet_names(store.backend):
+        turns = turns_ledger(store.backend, stream_id=store.stream_id, fleet=name).newest()
+        if turns is not None:
+            held = [
+                {
+                    "receiver_id": holder.receiver_id,
+                    "version": holder.version,
+                    "seconds": holder.seconds,
+                    "silent": silent.get(holder.receiver_id, True),
+                }
+                for holder in turns.holders
+            ]
+            fleets.append({"fleet": name, "turns": held, "promoted": [choice.version for choice in turns.promoted]})
+    return fleets
+
+
+def _groups(store: Store) -> list[dict[str, Any]]:
+    groups = []
+    for name in group_names(store.backend):
+        members = members_ledger(store.backend, stream_id=store.stream_id, group=name).newest()
+        if members is not None:
+            ids = [member.receiver_id for member in members.members]
+            groups.append({"group": name, "size": members.size, "members": ids, "leader": members.leader})
+    return groups
+
+
+def _clear_turn(store: Store, receiver_id: str) -> None:
+    cleared = False
+    for name in fleet_names(store.backend):
+        ledger = turns_ledger(store.backend, stream_id=store.stream_id, fleet=name)
+        turns = ledger.newest()
+        if turns is not None and turns.holds(receiver_id):
+            ledger.change(lambda turns: given_back(turns, receiver_id=receiver_id, by="operator"))
+            cleared = True
+    if not cleared:
+        raise UsageError(f"{receiver_id} holds no turn.", hint="`deltastore fleet` shows who does.")
+
+
+def _clear_member(store: Store, receiver_id: str) -> None:
+    cleared = False
+    for name in group_names(store.backend):
+        ledger = members_ledger(store.backend, stream_id=store.stream_id, group=name)
+        members = ledger.newest()
+        if members is not None and receiver_id in members.ids:
+            ledger.change(lambda members: left(members, receiver_id=receiver_id))
+            cleared = True
+    if not cleared:
+        raise UsageError(f"{receiver_id} is in no group.", hint="`deltastore fleet` shows who is.")
 
 
 def _record(member: Member) -> dict[str, Any]:

@@ -164,6 +164,19 @@ _VARIABLES = {"cache_bytes": "RECEIVER_CACHE_SIZE", "receiver_id": "RECEIVER_ID"
 _NO_SETTINGS = frozenset({"config", "print_config", "as_json", "debug"})
 
 
+#: The options of `run` that say with whom it is coordinated, and what they are called there.
+_COORDINATION = {
+    "group": "group",
+    "group_size": "size",
+    "group_ready_timeout": "ready_timeout",
+    "group_load_timeout": "load_timeout",
+    "fleet": "fleet",
+    "max_unavailable": "max_unavailable",
+    "canary": "canary",
+    "promote_by": "promote_by",
+}
+
+
 def receiver_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that `run` and `once` share."""
     for option in reversed(_SHARED):
@@ -190,6 +203,7 @@ def make_receiver(*, heartbeat: float | None = None, **values: Any) -> tuple[Rec
     """Make the daemon, and its log, of a command line's settings."""
     from receiver.activation import Policy  # noqa: PLC0415 - heavy, and --help does without
     from receiver.config import shown_url  # noqa: PLC0415
+    from receiver.coordination import Coordination  # noqa: PLC0415
     from receiver.daemon import Options, Receiver  # noqa: PLC0415
     from receiver.logs import set_up_logs  # noqa: PLC0415
     from receiver.status import Status  # noqa: PLC0415
@@ -201,4 +215,6 @@ def make_receiver(*, heartbeat: float | None = None, **values: Any) -> tuple[Rec
         tries=values.pop("load_tries"),
         **{name: values.pop(name) for name in ("in_flight", "drain_deadline", "at_deadline", "unsafe_keep_kv")},
     )
-    return Receiver(Options(**values, policy=policy, heartbeat=heartbeat), status), status
+    coordination = Coordination(**{field: values.pop(name) for name, field in _COORDINATION.items() if name in values})
+    options = Options(**values, policy=policy, coordination=coordination, heartbeat=heartbeat)
+    return Receiver(options, status), status

@@ -56,6 +56,43 @@ def _rate(context: click.Context, parameter: click.Parameter, value: str) -> int
     "--listen", default="127.0.0.1:9310", show_default=True, metavar="HOST:PORT", help="Where status is served."
 )
 @click.option("--group", metavar="NAME", help="What this receiver belongs to, for `deltastore fleet`.")
+@click.option(
+    "--group-size",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    help="Members of the group, which activate versions together: all of them, or none.",
+)
+@click.option(
+    "--group-ready-timeout",
+    type=click.FloatRange(0, 86400, min_open=True),
+    default=600.0,
+    show_default=True,
+    callback=_finite,
+    help="Seconds to wait until all members have a version, while all serve the one before.",
+)
+@click.option(
+    "--group-load-timeout",
+    type=click.FloatRange(0, 86400, min_open=True),
+    default=300.0,
+    show_default=True,
+    callback=_finite,
+    help="Seconds to wait until all members have loaded it, while all are paused.",
+)
+@click.option("--fleet", default="fleet", show_default=True, metavar="NAME", help="The receivers that share turns.")
+@click.option(
+    "--max-unavailable",
+    type=click.IntRange(1, 1024),
+    metavar="K",
+    help="Activate only while fewer than so many of the fleet are unavailable (default: any number).",
+)
+@click.option("--canary", metavar="RECEIVER_ID", help="Who goes first; the others wait until a version is promoted.")
+@click.option(
+    "--promote-by",
+    default="probe",
+    show_default=True,
+    metavar="probe|tag:NAME",
+    help="What promotes a version: that the canary serves it, confirmed, or that the tag names it.",
+)
 @click.option("--receiver-id", metavar="ID", help="Its name in the fleet (default: made once, and kept).")
 @click.option("--heartbeat/--no-heartbeat", default=True, help="Leave word in the store for `deltastore fleet`.")
 @click.option(
