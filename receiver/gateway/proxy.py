@@ -17,7 +17,7 @@ from deltastore.errors import UsageError
 
 from .gate import AnswerLost, Gate, NotServed, Running, StillShut
 from .rewrite import PassedOn, writer_for
-from .wanted import ANY_VERSION, RequestBody, Wanted, number_of
+from .wanted import ANY_VERSION, RequestBody, Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -170,13 +170,8 @@ class Proxy:
             raise _Refused(503, "held", "The weights are being updated, or are not known yet.") from None
         except NotServed:
             served = self._gate.version
-            what = f"version {number_of(served)}" if number_of(served) is not None else "another version"
-            raise _Refused(
-                409,
-                "version_not_served",
-                f"Not the version asked for: {what} ({served}) is served now.",
-                version=served,
-            ) from None
+            message = f"Not the version asked for: {served} is served now."
+            raise _Refused(409, "version_not_served", message, version=served) from None
         finally:
             self._held_bytes -= size
         self._metrics.requests.inc()

@@ -22,7 +22,7 @@ __all__ = ["EventStream", "JsonObject", "LineStream", "Lines", "PassedOn", "Writ
 #: A longer line is passed on unread.
 _MOST_LINE: Final = 4 << 20
 _SPACE: Final = b" \t\r\n"
-_LINE: Final = re.compile(rb"[^\r\n]*[\r\n]")
+_LINE_END: Final = re.compile(rb"[\r\n]")
 
 
 class Writer(Protocol):
@@ -88,9 +88,9 @@ class Lines:
         A line that grows too long comes in pieces, none of which is.
         """
         place = 0
-        for found in _LINE.finditer(data):
+        for found in _LINE_END.finditer(data):
             first = self._label if self._partial else label
-            yield self.rest() + found[0], first, not self._overlong
+            yield self.rest() + data[place : found.end()], first, not self._overlong
             self._overlong = False
             place = found.end()
         if place < len(data):

@@ -13,7 +13,7 @@ from deltastore.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ANY_VERSION", "RequestBody", "Wanted", "number_of"]
+__all__ = ["ANY_VERSION", "RequestBody", "Wanted"]
 
 _LABEL: Final = re.compile(r"(?:([!-~]{1,200})/)?(\d{1,15})")
 
@@ -52,12 +52,6 @@ class Wanted:
 
 
 ANY_VERSION: Final = Wanted()
-
-
-def number_of(label: str | None) -> int | None:
-    """Return the number in a label, ``None`` where there is none."""
-    found = _LABEL.fullmatch(label or "")
-    return None if found is None else int(found[2])
 
 
 class RequestBody:
