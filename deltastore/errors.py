@@ -22,6 +22,7 @@ __all__ = [
     "ObjectExists",
     "ObjectNotFound",
     "PublishError",
+    "SelfTestFailed",
     "SignatureMismatch",
     "SlotError",
     "StorageError",
@@ -253,3 +254,9 @@ class DrainTimeout(EngineError):
     """Requests that ran when the pause began had not ended by its deadline; generation was not held."""
 
     kind = "drain-timeout"
+
+
+class SelfTestFailed(EngineError):
+    """The engine gave other or broken results after it reloaded the very version that it was at."""
+
+    kind = "self-test"

@@ -39,6 +39,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     poll: float | UnsetType = UNSET
     engine: str | UnsetType = UNSET
     engine_url: str | UnsetType = UNSET
+    in_flight: str | UnsetType = UNSET
+    drain_deadline: float | UnsetType = UNSET
+    at_deadline: str | UnsetType = UNSET
+    kv_cache: str | UnsetType = UNSET
+    unsafe_keep_kv: bool | UnsetType = UNSET
+    load_tries: int | UnsetType = UNSET
+    probe_expect: str | UnsetType = UNSET
+    self_test: bool | UnsetType = UNSET
     workers: int | UnsetType = UNSET
     max_bandwidth: str | int | UnsetType = UNSET
     memory_budget: str | int | UnsetType = UNSET

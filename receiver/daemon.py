@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import random
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
 from deltastore.errors import (
     DamagedSlot,
     DeltastoreError,
     EngineError,
+    SelfTestFailed,
     SlotError,
     StorageError,
     StoreNotFound,
@@ -29,17 +26,19 @@ from deltastore.limits import Bandwidth, Limits, within_budget
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
-from .activation import Weights, activate
-from .control import Control, read_control, write_control
+from .activation import Policy, Solo
+from .control import Orders
 from .engines import make_engine
 from .fleet import Heartbeats, own_id
 from .follower import Follower, check_target
-from .logs import tell
+from .logs import seconds_text, tell, tell_failure
+from .mending import Mending
 from .patcher import Patcher
 from .priority import Priority
-from .repair import repair
-from .scrub import Scrub
+from .probing import read_expected
+from .serving import Serving, check_components
 from .slots import Slots
+from .stopping import Stopped, wait_unless
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,21 +47,14 @@ if TYPE_CHECKING:
     from deltastore.manifest import Manifest
     from deltastore.reader import Store
 
-    from .engines import Engine, EngineInfo
-    from .repair import Repaired
-    from .slots import LiveSlot
+    from .control import Control
     from .status import Status
 
-__all__ = ["Options", "Receiver", "Stopped", "wait_unless"]
+__all__ = ["Options", "Receiver"]
 
 _LONGEST_PAUSE = 60.0
-_WAIT_STEP = 0.1
 #: Far beyond the longest pause, and far below where a float overflows: a store may be gone for days.
 _MOST_DOUBLINGS = 32
-
-
-class Stopped(Exception):
-    """Raised out of a patch when the receiver was told to stop; the live slot is untouched."""
 
 
 class _Overtaken(Exception):
@@ -73,7 +65,8 @@ class _Overtaken(Exception):
 class Options:
     """What an operator decides. Sizes are in bytes; ``max_bandwidth``, ``scrub_rate`` (0: never) in bytes a second.
 
-    ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent).
+    ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent). ``self_test``: before
+    anything is followed the engine reloads the live version, and must be as before.
     """
 
     store: str
@@ -99,6 +92,9 @@ class Options:
     group: str | None = None
     receiver_id: str | None = None
     heartbeat: float | None = None
+    policy: Policy = field(default_factory=Policy)
+    probe_expect: Path | None = None
+    self_test: bool = False
 
 
 class Receiver:
@@ -118,6 +114,7 @@ class Receiver:
             raise UsageError(
                 f"{options.group!r} is no group's name.", hint="Use printable ASCII, at most 255 characters."
             )
+        options.policy.check()
         self._options = options
         self._status = status
         self._status.group = options.group
@@ -127,23 +124,39 @@ class Receiver:
             any_place=options.unsafe_file_system,
             sleep=self._throttle,
         )
-        self._engine: Engine = make_engine(options.engine, url=options.engine_url, options=options.engine_options)
-        rate = options.scrub_rate
-        self._scrub = Scrub(self._slots.directory / "scrub.json", rate=rate) if rate else None
         # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.
         self._stopping = False
         self._woken: SimpleQueue[None] = SimpleQueue()
-        self._confirmed: tuple[str, str] | None = None  # incarnation and version that the engine last confirmed
-        self._refused: set[str] = set()  # commit ids that the engine could not load
-        self._activating = threading.Lock()  # held while an activation goes on
-        self._control_lock = threading.Lock()
-        self._control: Control | SlotError = Control()  # an error while it cannot be known
+        self._serving = Serving(
+            make_engine(options.engine, url=options.engine_url, options=options.engine_options),
+            status,
+            policy=options.policy,
+            coordinator=Solo(),
+            stopped=lambda: self._stopping,
+            changed=self._changed,
+            expected=read_expected(options.probe_expect) if options.probe_expect else None,
+        )
+        self._untested = options.self_test
+        self._orders = Orders(
+            self._slots.directory / "control.json",
+            target=options.target,
+            told=lambda control, target: status.controlled(control, wanted=target),
+        )
         self._heeded: Control | SlotError | None = None  # the one that the follower was made for
-        self._begun = False
         self._in_touch = False
-        self._mending = False
         self._priority = Priority(nice=options.nice, io=options.io_priority)
         self._limits = self._share_out()
+        self._mending = Mending(
+            self._slots,
+            status,
+            self._serving,
+            base=options.base,
+            limits=self._limits,
+            priority=self._priority,
+            scrub_rate=options.scrub_rate,
+            leave=self.stop,
+            progress=self._progress,
+        )
 
     def _share_out(self) -> Limits:
         options = self._options
@@ -180,52 +193,23 @@ class Receiver:
 
     def hold_activations(self) -> None:
         """Return when no activation is going on; none begins after this. For whoever is about to end the process."""
-        self._activating.acquire()
+        self._serving.hold()
 
     def pin(self, target: str) -> Control:
-        """Follow another target from now on, also after a restart; the configured one takes the pin away.
-
-        Raises ``UsageError``, ``StorageError`` when it cannot be written down, ``SlotError`` before the start.
-        """
-        check_target(target)
-        return self._order(pinned=None if target == self._options.target else target)
+        """Follow another target from now on; see ``Orders.pin``."""
+        return self._ordered(self._orders.pin(target))
 
     def pause_following(self) -> Control:
-        """Stay at what is live until ``resume_following``, also after a restart; raises as ``pin`` does."""
-        return self._order(paused=True)
+        """Stay at what is live; see ``Orders.pause_following``."""
+        return self._ordered(self._orders.pause_following())
 
     def resume_following(self) -> Control:
-        """Follow again; raises as ``pin`` does, and ``SlotError`` while it is not known whether there is a pin."""
-        return self._order(paused=False)
+        """Follow again; see ``Orders.resume_following``."""
+        return self._ordered(self._orders.resume_following())
 
-    def _order(self, **changes: str | bool | None) -> Control:
-        with self._control_lock:
-            if not self._begun:
-                raise SlotError("The receiver has not begun yet.", hint="Say it again in a moment.")
-            before = self._control
-            if isinstance(before, SlotError):
-                if "pinned" not in changes:
-                    raise before
-                before = Control()
-            control = structs.replace(before, **changes)
-            if control == before and not isinstance(self._control, SlotError):
-                return control
-            write_control(self._control_path, control)
-            self._control = control
-        self._status.controlled(control, wanted=control.pinned or self._options.target)
-        tell(
-            "control",
-            f"An operator has it {'pause' if control.paused else 'follow'}, at "
-            f"{control.pinned or self._options.target}{' (pinned)' if control.pinned else ''}.",
-            pinned=control.pinned,
-            paused=control.paused,
-        )
-        self._woken.put(None)
+    def _ordered(self, control: Control) -> Control:
+        self.wake()
         return control
-
-    @property
-    def _control_path(self) -> Path:
-        return self._slots.directory / "control.json"
 
     # The two ways to work
 
@@ -241,7 +225,7 @@ class Receiver:
             if self._status.version is None:
                 raise SlotError(
                     f"Following is paused, and there is nothing at {self._slots.link} yet.",
-                    key=str(self._control_path),
+                    key=str(self._orders.path),
                     hint="`receiver resume-following` on a running receiver, or remove that file.",
                 )
         finally:
@@ -261,7 +245,7 @@ class Receiver:
             heartbeats = self._start_heartbeats()
             while not self._stopping:
                 self._until_done(self._step_or_mend)
-                self._read_over()
+                self._mending.read_over(self._store, self._patcher, stopped=lambda: not self._woken.empty())
                 self._wait(self._options.poll)
             clean = True
         except Stopped:
@@ -275,20 +259,13 @@ class Receiver:
 
     def _recall(self) -> None:
         """Heed what an operator told the receiver before this one."""
-        with self._control_lock:
-            try:
-                self._control = read_control(self._control_path)
-            except SlotError as error:
-                self._control = error
-            else:
-                self._status.controlled(self._control, wanted=self._control.pinned or self._options.target)
-            self._begun = True
+        self._orders.begin()
         self._status.receiver_id = self._options.receiver_id or own_id(self._slots.directory / "receiver-id")
 
     def _let_go(self) -> None:
-        self._begun = False
+        self._orders.end()
         self._slots.unlock()
-        self._engine.close()
+        self._serving.close()
 
     def _start_heartbeats(self) -> Heartbeats | None:
         if self._options.heartbeat is None or self._stopping:
@@ -311,26 +288,22 @@ class Receiver:
                 action()
             except _Overtaken:
                 continue
-            except (StorageError, StoreNotFound, VersionNotFound, EngineError) as error:
-                self._status.failed(error)
+            except SelfTestFailed:
+                raise
             except DeltastoreError as error:
-                if self._status.version is None:  # nothing is served yet: an operator has to look at it
+                passes = isinstance(error, (StorageError, StoreNotFound, VersionNotFound, EngineError))
+                if self._status.version is None and not passes:  # nothing is served yet: an operator has to look at it
                     raise
                 self._status.failed(error)
+                failure = error
             else:
                 return
             failures += 1
             doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
             pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
             self._status.retries("pass", pause=pause, failures=failures)
-            self._tell_failure(f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
+            tell_failure(failure, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
             self._wait(pause)
-
-    def _tell_failure(self, what_next: str, **fields: object) -> None:
-        error = self._status.error
-        if error is not None:
-            about = {"error_kind": error.kind, "key": error.key, "hint": error.hint}
-            tell("failed", f"{error} {what_next}", level=logging.WARNING, **about, **fields)
 
     def _wait(self, seconds: float) -> None:
         if self._stopping:
@@ -349,66 +322,14 @@ class Receiver:
         except (DamagedSlot, SlotError) as error:
             if self._slots.live_name() is None:
                 raise
-            self._mend(error, lambda: self._begin(store))
+            self._mending.mend(store, error, lambda: self._begin(store))
 
     def _step_or_mend(self) -> None:
         try:
             self._step()
         except DamagedSlot as error:
-            self._mend(error, self._patcher.adopt)
+            self._mending.mend(self._store, error, self._patcher.adopt)
             self._step()
-
-    def _mend(self, problem: DeltastoreError, adopt: Callable[[], object]) -> None:
-        """Mend the live slot and take it over again; an operator's orders wait for that.
-
-        The engine may have loaded what was damaged: it loads and confirms again.
-        """
-        tell("damaged", f"{problem} It is mended.", level=logging.WARNING, key=problem.key)
-        self._status.enter("repairing")
-        self._confirmed = self._status.serving = None
-        self._mending = True
-        try:
-            repaired = self._priority.run(self._repair, leave=self.stop)
-            self._status.repaired(repaired)
-            tell(
-                "mended",
-                f"Mended {repaired.damaged} chunks of version {repaired.version}.",
-                version=repaired.version,
-                damaged=repaired.damaged,
-                from_other=repaired.from_other,
-                from_store=repaired.from_store,
-                fetched_bytes=repaired.fetched_bytes,
-            )
-            adopt()
-        finally:
-            self._mending = False
-
-    def _repair(self) -> Repaired:
-        return repair(
-            self._store,
-            self._slots,
-            base=self._options.base,
-            workers=self._limits.workers or default_workers(),
-            progress=self._progress,
-        )
-
-    def _read_over(self) -> None:
-        """Read a few of the live slot's chunks over, as far as the rate allows, and mend what is damaged."""
-        live, source = self._slots.live(), self._patcher.source
-        if self._scrub is None or live is None or source is None:
-            return
-        try:
-            found = self._scrub.step(live, source, self._store.hash, stopped=lambda: not self._woken.empty())
-            record, schema = self._scrub.record, source.checkpoint.schema
-            self._status.scrubbed(passed_at=record.passed_at, chunk=record.chunk, chunks=schema.chunks)
-            if len(found):
-                number = int(found[0])
-                name = schema.tensors[int(schema.first_chunk.searchsorted(number, side="right")) - 1].name
-                key = str(live.directory)
-                self._mend(DamagedSlot(f"A chunk of {name!r} in {key} is damaged.", key=key), self._patcher.adopt)
-        except DeltastoreError as error:  # it goes on being served; the next pass tries again
-            self._status.failed(error)
-            self._tell_failure("The next pass tries again.")
 
     def _open_store(self) -> Store:
         options = self._options
@@ -455,7 +376,7 @@ class Receiver:
         """Raise to leave a patch off, when it is not wanted any more."""
         if self._stopping:
             raise Stopped
-        if not self._mending and self._heeded is not None and self._control is not self._heeded:
+        if not self._mending.going_on and self._heeded is not None and self._orders.control is not self._heeded:
             raise _Overtaken
 
     def _step(self) -> None:
@@ -463,19 +384,35 @@ class Receiver:
 
         Whatever stands in the way of another version, an engine that restarted gets the live one.
         """
+        if self._untested:
+            self._serve()
         try:
             wanted = self._approach()
         except DamagedSlot:
             raise  # no engine is to load it
         except DeltastoreError:
-            live = self._slots.live()
-            if live is not None:
-                self._serve(live)
+            self._serve()
             raise
-        live = self._slots.live()
-        if live is not None:
-            self._serve(live)
+        self._serve()
         self._rest(wanted)
+
+    def _serve(self) -> None:
+        """Have the engine serve the live slot, if there is one; the first time it may have to prove itself."""
+        live = self._slots.live()
+        if live is None:
+            return
+        if self._untested:
+            self._serving.self_test(live, self._patcher)
+            self._untested = False
+        self._serving.serve(live, self._patcher)
+
+    def _changed(self, one: int, other: int) -> float | None:
+        """Tell in which share of their elements two versions differ: by the last of the changes between them."""
+        try:
+            model = self._store.manifest(max(one, other)).model
+        except DeltastoreError:
+            return None
+        return model.changed_elements / max(1, model.total_elements)
 
     def _approach(self) -> Manifest | None:
         """Bring the live slot to the wanted version and return that; ``None`` when it is not to move."""
@@ -491,7 +428,9 @@ class Receiver:
         if control.paused:
             return None
         live = self._slots.live()
-        if live is None or (live.record.commit_id != wanted.commit_id and wanted.commit_id not in self._refused):
+        if live is None or (
+            live.record.commit_id != wanted.commit_id and not self._serving.has_refused(wanted.commit_id)
+        ):
             try:
                 return self._patch(wanted)
             except VersionForgotten:
@@ -502,11 +441,11 @@ class Receiver:
 
     def _heed(self) -> Control | SlotError:
         """Return what an operator told last; a new target begins afresh."""
-        control = self._control
+        control = self._orders.control
         if control is not self._heeded:
             if not isinstance(control, SlotError):
-                self._follower = Follower(self._store, control.pinned or self._options.target)
-                self._refused.clear()
+                self._follower = Follower(self._store, self._orders.target_of(control))
+                self._serving.forget_refusals()
             self._heeded = control
         return control
 
@@ -516,96 +455,33 @@ class Receiver:
         if isinstance(control, SlotError):
             if self._status.error is not control:
                 self._status.failed(control)
-                self._tell_failure("Following waits.")
+                tell_failure(control, "Following waits.")
             self._status.enter("held")
-        elif wanted is not None and wanted.commit_id in self._refused:
+        elif wanted is not None and self._serving.has_refused(wanted.commit_id):
             self._status.enter("degraded")
         else:
             self._status.enter("following" if wanted is not None else "paused")
             self._status.succeeded()
 
+    def _newest(self) -> Manifest:
+        newest = self._follower.wanted()
+        check_components(newest)
+        return newest
+
     def _patch(self, wanted: Manifest) -> Manifest:
         """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
+        check_components(wanted)
         self._status.enter("patching")
-        patched = self._priority.run(
-            lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
-        )
+        patched = self._priority.run(lambda: self._patcher.move_to(wanted, newest=self._newest), leave=self.stop)
         self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)
         tell(
             "patched",
             f"Version {patched.end} is in place (from {'nothing' if patched.start is None else patched.start}, "
-            f"{patched.fetched_bytes} bytes fetched; {_seconds(patched.stages)}).",
+            f"{patched.fetched_bytes} bytes fetched; {seconds_text(patched.stages)}).",
             version=patched.end,
             from_version=patched.start,
             fetched_bytes=patched.fetched_bytes,
             stages=dict(patched.stages),
         )
         return patched.target
-
-    def _serve(self, live: LiveSlot) -> None:
-        """Make sure that the engine serves the live slot.
-
-        A restarted or paused engine is loaded and confirmed again.
-        """
-        info = self._ask()
-        version = str(live.record.version)
-        if info.paused or info.version != version or self._confirmed != (info.incarnation, version):
-            self._confirmed = None
-            self._status.serving = None
-            with self._activating:
-                if self._stopping:
-                    raise Stopped
-                self._activate(live)
-            info = self._ask()
-        if info.version is not None and not info.paused:
-            self._confirmed = (info.incarnation, info.version)
-            self._status.serving = int(info.version)
-
-    def _ask(self) -> EngineInfo:
-        """Ask the engine how it is; one that does not answer serves nothing that we know of."""
-        try:
-            return self._engine.info()
-        except EngineError:
-            self._confirmed = None
-            self._status.serving = None
-            raise
-
-    def _activate(self, live: LiveSlot) -> None:
-        self._status.enter("activating")
-        other = self._patcher.previous()
-        result = activate(
-            self._engine,
-            Weights(live.record.version, live.directory),
-            fallback=Weights(other.record.version, other.directory) if other else None,
-        )
-        self._status.activated(result)
-        tell(
-            "activated",
-            f"Engine: {result.outcome}, version {result.version} ({_seconds(result.stages)}).",
-            level=logging.INFO if result.outcome == "activated" else logging.WARNING,
-            outcome=result.outcome,
-            version=result.version,
-            paused_seconds=result.paused_seconds,
-            stages=dict(result.stages),
-        )
-        if result.outcome == "rolled-back":
-            self._refused.add(live.record.commit_id)
-            self._patcher.go_back()
-            self._status.version = result.version
-        if result.outcome == "latched" and result.error is not None:
-            raise result.error
-        if result.error is not None:
-            self._status.failed(result.error)
-            self._tell_failure("That version is left alone.", version=live.record.version)
-
-
-def wait_unless(stopped: Callable[[], bool], seconds: float) -> None:
-    """Wait so long, or until ``stopped``, which a signal's handler may bring about."""
-    until = time.monotonic() + seconds
-    while not stopped() and (left := until - time.monotonic()) > 0:
-        time.sleep(min(left, _WAIT_STEP))
-
-
-def _seconds(stages: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stages.items())

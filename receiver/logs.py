@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from datetime import datetime, timezone
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-__all__ = ["FORMATS", "LEVELS", "LogFormat", "set_up_logs", "tell"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from deltastore.errors import DeltastoreError
+
+__all__ = ["FORMATS", "LEVELS", "LogFormat", "seconds_text", "set_up_logs", "tell", "tell_failure"]
 
 LogFormat = Literal["human", "json"]
 FORMATS: tuple[LogFormat, ...] = ("human", "json")
@@ -19,6 +24,17 @@ _log = logging.getLogger("receiver")
 def tell(event: str, message: str, *, level: int = logging.INFO, **fields: object) -> None:
     """Log an event of the daemon: its name, a sentence for people, and fields for machines."""
     _log.log(level, "%s", message, extra={"event": event, "fields": fields})
+
+
+def tell_failure(error: DeltastoreError, what_next: str, **fields: object) -> None:
+    """Log that something failed, and in a sentence what comes of it."""
+    about = {"error_kind": error.kind, "key": error.key, "hint": error.hint}
+    tell("failed", f"{error} {what_next}", level=logging.WARNING, **about, **fields)
+
+
+def seconds_text(stages: Mapping[str, float]) -> str:
+    """Return stages and their seconds for people."""
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stages.items())
 
 
 def _time(record: logging.LogRecord) -> str:

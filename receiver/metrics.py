@@ -14,6 +14,7 @@ _GAUGES = {
     "lag_versions": "Versions between the two.",
     "target_age_seconds": "Seconds since the wanted version was published, by this host's clock.",
     "ready": "1 while the wanted version is served.",
+    "latched": "1 while the engine is held because neither version could be loaded and confirmed.",
     "pinned": "1 while an operator's pin takes the place of --target.",
     "paused": "1 while following is paused.",
     "seconds_since_success": "Seconds since the last pass without an error.",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp
 
-    from .activation import Activation
+    from .activation import Activation, State
     from .control import Control
     from .patcher import Patched
     from .repair import Repaired
@@ -73,6 +73,8 @@ class Status:
         self._stages: dict[str, float] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
+        self._activates = "idle"
+        self.latched: str | None = None
         self._scrub: dict[str, Any] = {"passed_at": None, "chunk": 0, "chunks": None}
         self._repair: dict[str, Any] | None = None
         self._updated = time.monotonic()
@@ -116,16 +118,31 @@ class Status:
         self._last = {"from": patched.start, "to": patched.end, "fetched_bytes": patched.fetched_bytes}
         self._observe(patched.stages, before={})
 
+    def activates(self, state: State) -> None:
+        """Note how far an activation is."""
+        self._activates = state
+
     def activated(self, activation: Activation) -> None:
         """Note how an activation ended."""
         self._metrics.activations.labels(activation.outcome).inc()
+        probe = activation.probe
         self._activation = {
             "outcome": activation.outcome,
-            "version": activation.version,
+            "version": activation.weights.version if activation.weights else None,
+            "label": activation.weights.label if activation.weights else None,
             "paused_seconds": activation.paused_seconds,
+            "probe": None if probe is None else {"logprobs": probe.logprobs, "tokens": probe.tokens},
             "at": now(),
         }
+        if activation.outcome == "latched":
+            self.latched = str(activation.error)
+        elif activation.outcome in ("activated", "rolled-back", "lost"):
+            self.latched = None
         self._observe(activation.stages, before=self._stages)
+
+    def first_tokens(self, seconds: float) -> None:
+        """Note how long after its resume the engine gave a token again."""
+        self._observe({"first_tokens": seconds}, before=self._stages)
 
     def scrubbed(self, *, passed_at: str | None, chunk: int, chunks: int) -> None:
         """Note how far the live slot was read over, and when all of it last was."""
@@ -178,6 +195,11 @@ class Status:
         return wanted is not None and self.serving == wanted
 
     @property
+    def state(self) -> str:
+        """What goes on, in a word; ``latched`` while the engine is held because no version could be loaded."""
+        return self._state if self.latched is None else "latched"
+
+    @property
     def lag(self) -> int | None:
         """Versions between what is held and what is wanted; negative on the way back."""
         return None if self.target is None or self.version is None else self.target - self.version
@@ -190,7 +212,9 @@ class Status:
             "stream_id": self.stream_id,
             "receiver_id": self.receiver_id,
             "group": self.group,
-            "state": self._state,
+            "state": self.state,
+            "activation": self._activates,
+            "latched": self.latched,
             "ready": self.ready,
             "version": self.version,
             "serving": self.serving,
@@ -223,7 +247,7 @@ class Status:
             group=self.group,
             version=self.version,
             target=self.target,
-            state=self._state,
+            state=self.state,
             pinned=self._pinned,
             paused=self._paused,
             stages=self._stages,
@@ -249,6 +273,7 @@ class Status:
             lag_versions=self.lag,
             target_age_seconds=self._target_age,
             ready=self.ready,
+            latched=self.latched is not None,
             pinned=self._pinned is not None,
             paused=self._paused,
             seconds_since_success=time.monotonic() - self._updated,

@@ -110,7 +110,9 @@ class CacheClient:
             events: list[str] = []
             noting = {"trace": lambda event, _: events.append(event)}
             try:
-                with self._connected().stream("GET", f"{self._url}/{key}", timeout=timeout, extensions=noting) as answer:
+                with self._connected().stream(
+                    "GET", f"{self._url}/{key}", timeout=timeout, extensions=noting
+                ) as answer:
                     if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                         return _body(answer, key, limit, deadline)
             except (httpx.NetworkError, httpx.RemoteProtocolError):

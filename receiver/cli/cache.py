@@ -36,7 +36,7 @@ def command(store: str, cache: Path, cache_bytes: int | None, listen: str, stora
     from deltastore.storage.cache_client import TOKEN_NAME  # noqa: PLC0415
     from deltastore.storage.cache_directory import CacheDirectory  # noqa: PLC0415
     from receiver.cache_server import CacheServer  # noqa: PLC0415
-    from receiver.daemon import wait_unless  # noqa: PLC0415
+    from receiver.stopping import wait_unless  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     log = logging.getLogger("receiver")

@@ -57,6 +57,54 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_ACTIVATION = (
+    click.option(
+        "--in-flight",
+        type=click.Choice(["wait", "abort", "keep"]),
+        default="wait",
+        show_default=True,
+        help="Requests that run when an activation begins: they end first, are ended, or go on with the new weights.",
+    ),
+    click.option(
+        "--drain-deadline",
+        type=click.FloatRange(0, 86400),
+        default=30.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long --in-flight wait waits.",
+    ),
+    click.option(
+        "--at-deadline",
+        type=click.Choice(["abort", "keep", "give-up"]),
+        default="keep",
+        show_default=True,
+        help="What then becomes of those that still run; give-up leaves the old version serving for now.",
+    ),
+    click.option(
+        "--kv-cache",
+        type=click.Choice(["flush", "keep"]),
+        default="flush",
+        show_default=True,
+        help="What was computed under the old weights; keep also needs --unsafe-keep-kv.",
+    ),
+    click.option("--unsafe-keep-kv", is_flag=True, help="Yes, old keys and values under new weights."),
+    click.option(
+        "--load-tries",
+        type=click.IntRange(1, 10),
+        default=2,
+        show_default=True,
+        help="Loads of one version before the version before is loaded back.",
+    ),
+    click.option(
+        "--probe-expect",
+        metavar="FILE",
+        type=Path,
+        help="The log-probabilities that versions' probes must give, as JSON.",
+    ),
+    click.option("--self-test", is_flag=True, help="First have the engine reload the live version, and compare."),
+)
+
+
 _SHARED = (
     click.option(
         "--config",
@@ -78,6 +126,7 @@ _SHARED = (
     ),
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
     key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
+    *_ACTIVATION,
     click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
     bandwidth_option,
     size_option("--memory-budget", help="Take at most so much memory, all included (default: no bound)."),
@@ -135,11 +184,17 @@ def show_settings(values: Mapping[str, Any]) -> None:
 
 def make_receiver(*, heartbeat: float | None = None, **values: Any) -> tuple[Receiver, Status]:
     """Make the daemon, and its log, of a command line's settings."""
-    from receiver.config import shown_url  # noqa: PLC0415 - heavy, and --help does without
+    from receiver.activation import Policy  # noqa: PLC0415 - heavy, and --help does without
+    from receiver.config import shown_url  # noqa: PLC0415
     from receiver.daemon import Options, Receiver  # noqa: PLC0415
     from receiver.logs import set_up_logs  # noqa: PLC0415
     from receiver.status import Status  # noqa: PLC0415
 
     set_up_logs(values.pop("log_format"), values.pop("log_level"))
     status = Status(store=shown_url(values["store"]), checkpoint=str(values["checkpoint"]), target=values["target"])
-    return Receiver(Options(**values, heartbeat=heartbeat), status), status
+    policy = Policy(
+        keep_kv=values.pop("kv_cache") == "keep",
+        tries=values.pop("load_tries"),
+        **{name: values.pop(name) for name in ("in_flight", "drain_deadline", "at_deadline", "unsafe_keep_kv")},
+    )
+    return Receiver(Options(**values, policy=policy, heartbeat=heartbeat), status), status

@@ -10,12 +10,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from deltastore.errors import UsageError
-from receiver.engines.base import Engine, EngineInfo
+from receiver.engines.base import Engine, EngineInfo, InFlight, Probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Engine", "EngineInfo", "engine_names", "make_engine"]
+__all__ = ["Engine", "EngineInfo", "InFlight", "Probe", "engine_names", "make_engine"]
 
 
 def make_engine(name: str, *, url: str | None = None, options: Mapping[str, str] | None = None) -> Engine:

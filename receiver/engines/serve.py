@@ -7,16 +7,22 @@ call                   body                                   answer
 =====================  =====================================  ================================================
 ``GET /health``                                               ``{"status": "ok"}``
 ``GET /info``                                                 incarnation, version, paused, weights_digest,
-                                                              tokens_total
-``POST /pause``                                               ``{"paused": true}`` once no forward pass runs
-``POST /load``         checkpoint (absolute), version         ``{"version", "weights_digest"}``
+                                                              tokens_total, first_token_seconds (after the
+                                                              last resume)
+``POST /pause``        in_flight (wait, abort, keep) and      ``{"paused": true}`` once no forward pass runs
+                       timeout (s, of wait); or nothing
+``POST /load``         checkpoint (absolute), version,        ``{"version", "weights_digest"}``
+                       keep_kv
+``POST /probe``                                               ``{"logprobs": [hex], "tokens": [id]}``
 ``POST /confirm``      version                                ``{"version", "weights_digest"}``
 ``POST /resume``                                              ``{"paused": false}``
 ``POST /generate``     prompt or tokens, max_tokens,          a JSON line a token: index, token, logprob (hex
                        temperature, seed                      of the float32's bits), version, digest_before,
-                                                              digest_after
+                                                              digest_after; then a last line: finish_reason
+                                                              (length, abort), spans
 =====================  =====================================  ================================================
 
+``spans`` say which version made which tokens: ``[{"version", "start", "end"}]``, in order, without gaps.
 An error is ``{"kind", "message", "key", "hint"}``: 400 for a call that makes no sense, 409 where the engine
 refused or failed. Inside a stream it is a last line ``{"error": {...}}``.
 """
@@ -32,11 +38,12 @@ import socket
 import struct
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -46,6 +53,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from deltastore.errors import DeltastoreError, EngineError, UsageError
+from receiver.engines.gate import StreamAborted
 from receiver.engines.torch_module import TorchModuleEngine
 
 if TYPE_CHECKING:
@@ -54,6 +62,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from receiver.engines.gate import Stream
     from receiver.engines.served_model import Generation, ServedModel
 
 __all__ = ["EngineApp", "main", "serve", "serve_in_thread"]
@@ -65,9 +74,15 @@ _MAX_BODY = 1 << 20  # bytes
 _T = TypeVar("_T")
 
 
+class _PauseRequest(msgspec.Struct, forbid_unknown_fields=True):
+    in_flight: Literal["wait", "abort", "keep"] = "wait"
+    timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
 class _LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     checkpoint: str
     version: str
+    keep_kv: bool = False
 
 
 class _ConfirmRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,12 +111,15 @@ class EngineApp:
         self._streams = ThreadPoolExecutor(streams, thread_name_prefix="stream")
         self._count_lock = threading.Lock()
         self._tokens_total = 0
+        self._resumed_at: float | None = None
+        self._first_token_seconds: float | None = None
         routes = [
             Route("/health", self._health),
             Route("/info", self._info),
             Route("/pause", self._pause, methods=["POST"]),
             Route("/load", self._load, methods=["POST"]),
             Route("/confirm", self._confirm, methods=["POST"]),
+            Route("/probe", self._probe, methods=["POST"]),
             Route("/resume", self._resume, methods=["POST"]),
             Route("/generate", self._generate, methods=["POST"]),
         ]
@@ -131,12 +149,13 @@ class EngineApp:
             "paused": info.paused,
             "weights_digest": self.engine.served.digest,
             "tokens_total": self._tokens_total,
+            "first_token_seconds": self._first_token_seconds,
         }
         return JSONResponse(answer)
 
     async def _pause(self, request: Request) -> Response:
-        del request
-        await self._call(self.engine.pause)
+        body = await _body(request, _PauseRequest, empty=b"{}")
+        await self._call(lambda: self.engine.pause(body.in_flight, timeout=body.timeout))
         return JSONResponse({"paused": True})
 
     async def _load(self, request: Request) -> Response:
@@ -148,7 +167,7 @@ class EngineApp:
                 key=body.checkpoint,
                 hint="the whole path, as this server's file system has it.",
             )
-        await self._call(lambda: self.engine.load(checkpoint, version=body.version))
+        await self._call(lambda: self.engine.load(checkpoint, version=body.version, keep_kv=body.keep_kv))
         return self._held()
 
     async def _confirm(self, request: Request) -> Response:
@@ -156,8 +175,18 @@ class EngineApp:
         await self._call(lambda: self.engine.confirm(body.version))
         return self._held()
 
+    async def _probe(self, request: Request) -> Response:
+        del request
+        probe = await self._call(self.engine.probe)
+        if probe is None:
+            return JSONResponse({"logprobs": None, "tokens": None})
+        # JSON has no NaN, which is what a probe is there to tell.
+        return JSONResponse({"logprobs": [value.hex() for value in probe.logprobs], "tokens": probe.tokens})
+
     async def _resume(self, request: Request) -> Response:
         del request
+        with self._count_lock:
+            self._resumed_at, self._first_token_seconds = time.monotonic(), None
         await self._call(self.engine.resume)
         return JSONResponse({"paused": False})
 
@@ -179,11 +208,18 @@ class EngineApp:
             pipe.leave()
 
     def _produce(self, generation: Generation, count: int, pipe: _Pipe) -> None:
-        """Generate in this thread until the count is reached or the listener has left."""
+        """Generate in this thread until the count is reached, a pause ends it, or the listener has left."""
+        spans: list[dict[str, object]] = []
         try:
-            for index in range(count):
-                if not pipe.send(_line({"index": index} | self._one(generation))):
-                    return
+            with self.engine.stream() as stream:
+                for index in range(count):
+                    token = self._one(generation, stream)
+                    _extend(spans, token["version"], index)
+                    if not pipe.send(_line({"index": index} | token)):
+                        return
+            pipe.send(_line({"finish_reason": "length", "spans": spans}))
+        except StreamAborted:
+            pipe.send(_line({"finish_reason": "abort", "spans": spans}))
         except EngineError as error:
             pipe.send(_line({"error": _described(error)}))
         except (RuntimeError, ValueError, IndexError) as error:
@@ -191,14 +227,17 @@ class EngineApp:
         finally:
             pipe.end()
 
-    def _one(self, generation: Generation) -> dict[str, object]:
+    def _one(self, generation: Generation, stream: Stream) -> dict[str, object]:
         """One pass through the gate, with the weights digested on both sides of it."""
-        with self.engine.forward() as weights:
+        with self.engine.forward(stream) as weights:
             before = self.engine.weights_digest()
-            token = generation.step(weights)
+            token = generation.step(weights.caches)
             after = self.engine.weights_digest()
         with self._count_lock:
             self._tokens_total += 1
+            if self._resumed_at is not None:
+                self._first_token_seconds = time.monotonic() - self._resumed_at
+                self._resumed_at = None
         return {
             "token": token.token,
             "logprob": struct.pack(">f", token.logprob).hex(),
@@ -211,8 +250,8 @@ class EngineApp:
         served = self.engine.served
         return JSONResponse({"version": served.version, "weights_digest": served.digest})
 
-    async def _call(self, call: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._control, call)
+    async def _call(self, call: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._control, call)
 
 
 class _Pipe:
@@ -247,14 +286,21 @@ class _Pipe:
             self._loop.call_soon_threadsafe(self.lines.put_nowait, line)
 
 
-async def _body(request: Request, kind: type[_T]) -> _T:
+def _extend(spans: list[dict[str, object]], version: object, index: int) -> None:
+    """Let the last span reach over a token, or begin another one with it."""
+    if not spans or spans[-1]["version"] != version:
+        spans.append({"version": version, "start": index})
+    spans[-1]["end"] = index + 1
+
+
+async def _body(request: Request, kind: type[_T], *, empty: bytes = b"") -> _T:
     content = b""
     async for block in request.stream():
         content += block
         if len(content) > _MAX_BODY:
             raise UsageError("the body is over 1 MiB", hint="a shorter prompt.")
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content or empty, type=kind)
     except msgspec.DecodeError as error:
         raise UsageError(f"the body is not what this call takes: {error}", hint="JSON.") from error
 

@@ -22,11 +22,11 @@ class Token(NamedTuple):
 class Generation(Protocol):
     """One sequence being generated."""
 
-    def step(self, weights: object) -> Token:
+    def step(self, caches: object) -> Token:
         """Run one forward pass and return the next token.
 
-        ``weights`` compares equal from one pass to the next if and only if they are the same weights:
-        whatever was computed under others has to be computed anew.
+        ``caches`` compares equal from one pass to the next as long as what was computed then holds: when it is
+        another one, the weights are others, and everything has to be computed anew.
         """
         ...
 

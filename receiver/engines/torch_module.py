@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deltastore.errors import EngineError
-from receiver.engines.base import EngineInfo
+from receiver.engines.base import EngineInfo, Probe
 from receiver.engines.gate import GenerationGate
 from receiver.engines.weights import CheckpointReader, WeightsDigest, all_finite
 from receiver.quantize import Scheme, TensorSpec, make_scheme
@@ -19,6 +19,9 @@ from receiver.quantize import Scheme, TensorSpec, make_scheme
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from receiver.engines.base import InFlight
+    from receiver.engines.gate import Stream
 
 __all__ = ["ServedWeights", "TorchModuleEngine"]
 
@@ -31,11 +34,13 @@ class ServedWeights:
     """Which weights a forward pass ran on: the version, and the digest taken when it was loaded.
 
     ``version`` is ``None`` for weights that did not come through ``load``; ``digest`` is 32 hexadecimal
-    digits, or ``None`` while a load runs and after one that failed.
+    digits, or ``None`` while a load runs and after one that failed. ``caches`` is another number after each load
+    that dropped what was computed before.
     """
 
     version: str | None
     digest: str | None
+    caches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,8 @@ class TorchModuleEngine:
     ``mapping`` gives, for a checkpoint tensor, the module's name or names for it (``()``: not wanted here);
     a tensor absent from it goes by its own name. What a scheme adds to a weight follows it: with
     ``{"a.weight": "b.weight"}``, ``a.weight_scale_inv`` goes to ``b.weight_scale_inv``. ``probe`` runs a
-    fixed prompt and returns logits, which ``confirm`` requires to be finite. ``drop_caches`` is called
-    after every load, whatever its outcome. ``pause_timeout`` is in seconds.
+    fixed prompt and returns its logits, ``[…, length, vocabulary]``. ``drop_caches`` is called
+    after every load, whatever its outcome, unless that keeps them. ``pause_timeout`` is in seconds.
 
     After a load that failed the engine holds no version, and ``resume`` is refused until a load succeeds.
     """
@@ -85,6 +90,11 @@ class TorchModuleEngine:
         self._broken = False
         self._served = ServedWeights(None, self._digest())
 
+    @property
+    def probes_paused(self) -> bool:
+        """A probe needs no gate."""
+        return True
+
     def info(self) -> EngineInfo:
         """Tell the incarnation, the version last loaded and whether generation is held."""
         return EngineInfo(self._incarnation, self._served.version, self._gate.held)
@@ -95,36 +105,46 @@ class TorchModuleEngine:
         return self._served
 
     @contextmanager
-    def forward(self) -> Iterator[ServedWeights]:
-        """Hold one forward pass: weights do not change inside, and are those yielded. Waits while paused."""
-        with self._gate.forward():
+    def stream(self) -> Iterator[Stream]:
+        """Hold one request, from its first forward pass to its last; waits while paused, or while others end."""
+        with self._gate.stream() as stream:
+            yield stream
+
+    @contextmanager
+    def forward(self, stream: Stream | None = None) -> Iterator[ServedWeights]:
+        """Hold one forward pass: weights do not change inside, and are those yielded. Waits while paused.
+
+        Raises ``StreamAborted`` once a pause has ended the stream that the pass belongs to.
+        """
+        with self._gate.forward(stream):
             yield self._served
 
-    def pause(self) -> None:
-        """Keep new forward passes out and wait until none runs."""
-        self._gate.pause(timeout=self._pause_timeout)
+    def pause(self, in_flight: InFlight = "wait", *, timeout: float | None = None) -> None:
+        """Keep new forward passes out and wait until none runs; ``wait`` has the streams end first."""
+        drain = self._pause_timeout if timeout is None else timeout
+        self._gate.pause(in_flight, drain=drain, timeout=self._pause_timeout)
 
-    def load(self, checkpoint: Path, *, version: str) -> None:
+    def load(self, checkpoint: Path, *, version: str, keep_kv: bool = False) -> None:
         """Replace the weights by those of ``checkpoint``; every header is checked before anything changes."""
         with self._work:
             if not self._gate.held:
                 raise EngineError("the engine is not paused", hint="pause() before load().")
-            self._replace(checkpoint, version)
+            self._replace(checkpoint, version, keep_kv=keep_kv)
 
     def prime(self, checkpoint: Path) -> None:
         """Load the weights a fresh engine starts with; it then serves them under no version."""
         self.pause()
         with self._work:
-            self._replace(checkpoint, None)
+            self._replace(checkpoint, None, keep_kv=False)
         self.resume()
 
     def confirm(self, version: str) -> None:
-        """Check that ``version`` is held, that no byte changed since it was loaded, and that it can run."""
+        """Check that ``version`` is held, that it is finite, and that no byte changed since it was loaded."""
         with self._work:
             if self._broken or self._served.version != version:
                 held = self._served.version
                 raise EngineError(
-                    f"the engine holds {'no version' if held is None else f'version {held}'}, not {version}",
+                    f"the engine holds {held or 'no version'}, not {version}",
                     key=version,
                     hint="loading the version again.",
                 )
@@ -133,7 +153,20 @@ class TorchModuleEngine:
                     raise self._sick(f"weight {name} holds NaN or infinity at version {version}", name)
             if self._digest() != self._served.digest:
                 raise self._sick(f"the weights changed since version {version} was loaded", version)
-            self._run_probe(version)
+
+    def probe(self) -> Probe | None:
+        """Run the fixed prompt: the likeliest token after each of its beginnings, and its log-probability."""
+        with self._work:
+            if self._probe is None:
+                return None
+            version = self._served.version or "its first weights"
+            try:
+                with torch.inference_mode():
+                    logits = self._probe().float()
+                    best = torch.log_softmax(logits.reshape(-1, logits.shape[-1]), dim=-1).max(dim=-1)
+            except (RuntimeError, IndexError) as error:
+                raise self._sick(f"the probe failed at {version}: {error}", version) from error
+            return Probe(tuple(best.values.tolist()), tuple(best.indices.tolist()))
 
     def resume(self) -> None:
         """Let forward passes through again; refused after a load that failed."""
@@ -156,20 +189,21 @@ class TorchModuleEngine:
         """Return xxh3-128 over the bytes of all weights in name order as they are now, in hexadecimal."""
         return self._digest()
 
-    def _replace(self, checkpoint: Path, version: str | None) -> None:
+    def _replace(self, checkpoint: Path, version: str | None, *, keep_kv: bool) -> None:
         self._broken = True
-        self._served = ServedWeights(None, None)
+        caches = self._served.caches + (not keep_kv)
+        self._served = ServedWeights(None, None, caches)
         try:
             with CheckpointReader(checkpoint) as reader, torch.no_grad():
                 moves = self._plan(reader)
                 for move in moves:
                     self._apply(move, reader.tensor(move.source))
-            self._served = ServedWeights(version, self._digest())
+            self._served = ServedWeights(version, self._digest(), caches)
             self._broken = False
         except (RuntimeError, MemoryError) as error:
             raise self._sick(f"loading {checkpoint} failed half-way: {error}", str(checkpoint)) from error
         finally:
-            if self._drop_caches is not None:
+            if self._drop_caches is not None and not keep_kv:
                 self._drop_caches()
 
     def _apply(self, move: _Move, tensor: torch.Tensor) -> None:
@@ -222,17 +256,6 @@ class TorchModuleEngine:
                 key=first.split(" ", 1)[0],
                 hint="the engine's mapping and scheme, or the checkpoint this model was built from.",
             )
-
-    def _run_probe(self, version: str) -> None:
-        if self._probe is None:
-            return
-        try:
-            with torch.no_grad():
-                logits = self._probe()
-        except RuntimeError as error:
-            raise self._sick(f"the probe failed at version {version}: {error}", version) from error
-        if not all_finite(logits):
-            raise self._sick(f"the probe's logits are not finite at version {version}", version)
 
     def _sick(self, message: str, key: str) -> EngineError:
         return EngineError(message, key=key, hint="loading again, or going back to the version before.")

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from deltastore.errors import EngineError
-from receiver.engines.base import EngineInfo
+from deltastore.errors import DrainTimeout, EngineError
+from receiver.engines.base import EngineInfo, Probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from receiver.engines.base import InFlight
 
 __all__ = ["Timeouts", "TorchServerEngine"]
 
@@ -21,8 +23,9 @@ __all__ = ["Timeouts", "TorchServerEngine"]
 class Timeouts:
     """How long to wait for an answer, in seconds.
 
-    ``pause`` has to exceed the longest forward pass and the server's own pause timeout; ``load`` covers
-    reading the checkpoint and requantizing it, ``confirm`` a look at every weight and a probe.
+    ``pause`` has to exceed the longest forward pass and the server's own pause timeout, and is added to the time that
+    running streams are given; ``load`` covers reading the checkpoint and requantizing it, ``confirm`` a look at every
+    weight, and a probe.
     """
 
     connect: float = 5.0
@@ -50,6 +53,11 @@ class TorchServerEngine:
         # Proxies of the environment are for the outside world, not for the process next door.
         self._client = httpx.Client(trust_env=False, transport=transport)
 
+    @property
+    def probes_paused(self) -> bool:
+        """The server probes at any time."""
+        return True
+
     def info(self) -> EngineInfo:
         """Ask for the server's incarnation, version and whether it is paused."""
         answer = self._call("GET", "/info", timeout=self._timeouts.request)
@@ -59,13 +67,19 @@ class TorchServerEngine:
             raise self._error("/info answered without incarnation, version and paused")
         return EngineInfo(str(incarnation), version, bool(paused))
 
-    def pause(self) -> None:
-        """Have the server hold generation, and wait for its running forward passes."""
-        self._call("POST", "/pause", timeout=self._timeouts.pause)
+    def first_tokens(self) -> float | None:
+        """Ask how long after the last resume the first token came, in seconds; ``None`` before there was one."""
+        seconds = self._call("GET", "/info", timeout=self._timeouts.request).get("first_token_seconds")
+        return seconds if isinstance(seconds, float) else None
 
-    def load(self, checkpoint: Path, *, version: str) -> None:
+    def pause(self, in_flight: InFlight = "wait", *, timeout: float | None = None) -> None:
+        """Have the server hold generation, and wait for its running streams or forward passes."""
+        body = {"in_flight": in_flight, "timeout": timeout}
+        self._call("POST", "/pause", body, timeout=self._timeouts.pause + (timeout or 0.0))
+
+    def load(self, checkpoint: Path, *, version: str, keep_kv: bool = False) -> None:
         """Have the server load ``checkpoint``, which it finds under the same path."""
-        body = {"checkpoint": str(checkpoint.absolute()), "version": version}
+        body = {"checkpoint": str(checkpoint.absolute()), "version": version, "keep_kv": keep_kv}
         self._call("POST", "/load", body, timeout=self._timeouts.load)
 
     def confirm(self, version: str) -> None:
@@ -73,6 +87,17 @@ class TorchServerEngine:
         answer = self._call("POST", "/confirm", {"version": version}, timeout=self._timeouts.confirm)
         if answer.get("version") != version:
             raise self._error(f"it confirmed version {answer.get('version')!r} instead of {version!r}")
+
+    def probe(self) -> Probe | None:
+        """Have the server run its fixed prompt."""
+        answer = self._call("POST", "/probe", timeout=self._timeouts.confirm)
+        logprobs, tokens = answer.get("logprobs"), answer.get("tokens")
+        if logprobs is None:
+            return None
+        try:
+            return Probe(tuple(float.fromhex(text) for text in logprobs), tuple(int(token) for token in tokens or ()))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._error(f"/probe answered something else than log-probabilities: {error}") from error
 
     def resume(self) -> None:
         """Have the server go on generating."""
@@ -83,7 +108,7 @@ class TorchServerEngine:
         self._client.close()
 
     def _call(
-        self, method: str, path: str, body: Mapping[str, str] | None = None, *, timeout: float
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout: float
     ) -> Mapping[str, Any]:
         limits = httpx.Timeout(timeout, connect=self._timeouts.connect)
         try:
@@ -103,7 +128,10 @@ class TorchServerEngine:
         if response.status_code != httpx.codes.OK:
             message = answer.get("message", f"HTTP status {response.status_code}")
             key, told = answer.get("key"), answer.get("hint")
-            raise self._error(f"{path} was refused: {message}", key=key, hint=told)
+            refusal = self._error(f"{path} was refused: {message}", key=key, hint=told)
+            if answer.get("kind") == DrainTimeout.kind:
+                raise DrainTimeout(refusal.message, key=refusal.key, hint=refusal.hint)
+            raise refusal
         return answer
 
     def _error(self, why: str, *, key: str | None = None, hint: str | None = None) -> EngineError:

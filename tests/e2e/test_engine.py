@@ -15,7 +15,7 @@ import pytest
 import torch
 import training
 
-from deltastore import Writer
+from deltastore import Writer, open_store
 from receiver.engines.serve import EngineApp, serve_in_thread
 from receiver.engines.torch_module import TorchModuleEngine
 from tools.demo.model import TIED, CausalLM, ModelConfig, save_checkpoint
@@ -52,6 +52,10 @@ class Stream:
         self.versions += 1
         with Writer(self.url, base=self.base if self.versions == 1 else None) as writer:
             writer.publish(weights(self.versions)).result()
+
+    def label(self, version):
+        """Return what an engine calls a version."""
+        return f"{open_store(self.url).stream_id}/{version}"
 
     def poison(self):
         """Publish weights that no engine accepts."""
@@ -129,7 +133,7 @@ def test_it_loads_each_version_refuses_a_broken_one_and_goes_on(stream, follow, 
     assert not record["ready"]
     assert record["error"]["kind"] == "engine"
     assert record["target"] == 3
-    assert (holds(engine, 2), engine.info().version, engine.info().paused) == (True, "2", False)
+    assert (holds(engine, 2), engine.info().version, engine.info().paused) == (True, stream.label(2), False)
     assert training.differences(training.load(stream.live), training.load(save(stream, 2))) == []
     stream.publish()
     ready(status, 4, command)
@@ -201,7 +205,7 @@ def test_an_engine_killed_and_started_again_is_loaded_before_it_is_ready(stream,
         assert again == url
         ready(status, 2, command)
         info = httpx.get(f"{url}/info", trust_env=False).json()
-        assert (info["version"], info["paused"]) == ("2", False)
+        assert (info["version"], info["paused"]) == (stream.label(2), False)
     finally:
         process.kill()
         process.wait()

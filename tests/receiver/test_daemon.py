@@ -47,6 +47,7 @@ class ScriptedEngine:
         self.failures = {}
         self.hooks = {}
         self.refused = set()
+        self.probed = None
         self.loaded = None
         self.served = []
         self.dead = False
@@ -70,17 +71,24 @@ class ScriptedEngine:
         self._call("info")
         return EngineInfo(self.incarnation, self.version, self.paused)
 
-    def pause(self):
+    probes_paused = True
+
+    @property
+    def number(self):
+        """The version's number out of its label."""
+        return self.version and self.version.rpartition("/")[2]
+
+    def pause(self, in_flight="wait", *, timeout=None):
         self._call("pause")
         self.paused = True
 
-    def load(self, checkpoint, *, version):
+    def load(self, checkpoint, *, version, keep_kv=False):
         self._call("load")
         if not self.paused:
             raise EngineError("not paused")
         self.version, self.broken = None, True
-        if version in self.refused:
-            raise EngineError(f"no {version}")
+        if (number := version.rpartition("/")[2]) in self.refused:
+            raise EngineError(f"no {number}")
         self.loaded = training.load(checkpoint)
         self.version, self.broken = version, False
 
@@ -89,11 +97,15 @@ class ScriptedEngine:
         if self.broken or self.version != version:
             raise EngineError("another version")
 
+    def probe(self):
+        self._call("probe")
+        return self.probed() if self.probed else None
+
     def resume(self):
         self._call("resume")
         assert not self.broken, "resumed on weights that were not loaded"
         self.paused = False
-        self.served.append(self.version)
+        self.served.append(self.number)
 
     def close(self):
         self.calls.append("close")
@@ -265,7 +277,9 @@ def test_a_version_folded_into_a_patch_is_the_one_that_is_tried_and_refused(run,
     made = run.receiver()
     with pytest.raises(EngineError):
         made.once()
-    assert (made.status.target, made._refused) == (3, {open_store(run.url).manifest(3).commit_id})
+    store = open_store(run.url)
+    refused = [version for version in range(4) if made._serving.has_refused(store.manifest(version).commit_id)]
+    assert (made.status.target, refused) == (3, [3])
     assert (engine.served, made.status.version) == (["1", "1"], 1)
 
 
@@ -447,7 +461,7 @@ def test_an_engine_that_restarts_is_loaded_again_whatever_stands_in_the_way_of_a
         served = len(engine.served)
         engine.restart()
         training.until(lambda: made.status.serving == 1 and len(engine.served) > served)
-        assert engine.version == "1"
+        assert engine.number == "1"
         assert made.status.error is not None
 
 
@@ -457,9 +471,9 @@ def test_an_engine_that_restarts_in_any_moment_is_loaded_and_confirmed_again(run
         ready_at(made, 1)
         engine.hooks[moment] = engine.restart
         run.publish()
-        training.until(lambda: engine.version == "2" and made.status.ready)
+        training.until(lambda: engine.number == "2" and made.status.ready)
         ready_at(made, 2)
-        assert (engine.version, engine.paused) == ("2", False)
+        assert (engine.number, engine.paused) == ("2", False)
         assert training.differences(engine.loaded, run.snapshots[2]) == []
 
 
@@ -468,7 +482,7 @@ def test_a_step_that_fails_once_is_tried_again(run, engine, moment):
     engine.failures[moment] = 1
     with run.running() as made:
         ready_at(made, 1)
-    assert engine.version == "1"
+    assert engine.number == "1"
 
 
 def test_a_paused_engine_left_by_a_daemon_that_died_is_resumed(run, engine):
@@ -477,7 +491,7 @@ def test_a_paused_engine_left_by_a_daemon_that_died_is_resumed(run, engine):
     engine.version, engine.broken = None, True
     with run.running() as made:
         ready_at(made, 1)
-    assert (engine.paused, engine.version) == (False, "1")
+    assert (engine.paused, engine.number) == (False, "1")
 
 
 def test_a_version_that_the_engine_refuses_is_rolled_back_and_left_alone(run, engine):
@@ -519,7 +533,7 @@ def test_once_tells_that_the_engine_refused(run, engine):
     with pytest.raises(EngineError, match="no 2"):
         run.receiver().once()
     training.assert_holds(run.live, run.snapshots[1])
-    assert (engine.version, engine.paused) == ("1", False)
+    assert (engine.number, engine.paused) == ("1", False)
 
 
 def test_once_tells_that_the_engine_stays_paused(run, engine):
@@ -538,7 +552,7 @@ def test_an_engine_that_takes_nothing_stays_paused_and_is_tried_ever_more_slowly
         training.until(lambda: engine.calls.count("pause") >= 3)
         assert made.status.error is not None
         assert made.status.serving is None
-        assert made.status.record()["state"] == "degraded"
+        assert made.status.record()["state"] == "latched"
         assert engine.paused
         engine.refused.clear()
         ready_at(made, 1)
@@ -623,7 +637,10 @@ def test_metrics_and_status_tell_what_happened(run, engine):
     ):
         assert line in text
     record = made.status.record()
-    assert set(record["stages"]) == {"verify", "fetch", "patch", "swap", "pause", "load", "confirm", "resume"}
+    assert set(record["stages"]) == {
+        *("verify", "fetch", "patch", "swap"),
+        *("barrier", "drain", "pause", "load", "confirm", "probe", "resume"),
+    }
     assert record["last_activation"]["outcome"] == "activated"
 
 

@@ -16,7 +16,7 @@ import pytest
 import training
 
 import deltastore.clock
-import receiver.daemon
+import receiver.control
 import receiver.status
 from deltastore import Writer
 from deltastore.errors import SlotError, StorageError, UsageError, VersionNotFound
@@ -210,7 +210,7 @@ def test_an_order_that_cannot_be_written_is_not_in_force(scene, monkeypatch):
         def full(path, control):
             raise StorageError("no room")
 
-        monkeypatch.setattr(receiver.daemon, "write_control", full)
+        monkeypatch.setattr(receiver.control, "write_control", full)
         with pytest.raises(StorageError):
             made.pin("1")
         assert made.status.record()["pinned"] is None

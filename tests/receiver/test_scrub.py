@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import training
 
-import receiver.daemon
+import receiver.mending
 from deltastore import Writer, open_store
 from deltastore.digest import hasher
 from deltastore.errors import DamagedSlot
@@ -190,7 +190,7 @@ def test_what_cannot_be_mended_is_told_and_goes_on_being_served(
         tried.append(1)
         raise DamagedSlot("It is nowhere to be had.")
 
-    monkeypatch.setattr(receiver.daemon, "repair", fail)
+    monkeypatch.setattr(receiver.mending, "repair", fail)
     path = slots.link / "model.safetensors"
     flip(path, path.stat().st_size - 7)
     status = Status(store="x", checkpoint="x", target="x")
@@ -214,13 +214,13 @@ def test_an_order_waits_until_the_slot_is_mended(
 ) -> None:
     import threading  # noqa: PLC0415 - only here
 
-    mend = receiver.daemon.repair
+    mend = receiver.mending.repair
 
     def ordered(*words: Any, **options: Any) -> Any:
         made.pin("0")
         return mend(*words, **options)
 
-    monkeypatch.setattr(receiver.daemon, "repair", ordered)
+    monkeypatch.setattr(receiver.mending, "repair", ordered)
     path = slots.link / "model.safetensors"
     if moment == "start":
         flip(path, path.stat().st_size - 7)

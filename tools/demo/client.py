@@ -72,6 +72,8 @@ class Client:
                 token = json.loads(line)
                 if "error" in token:
                     raise ValueError(token["error"]["message"])
+                if "spans" in token:  # the last line
+                    return
                 seen = TokenSeen(time.monotonic(), token["version"], token["digest_before"], token["digest_after"])
                 with self._changed:
                     self.tokens.append(seen)
@@ -84,9 +86,8 @@ class Client:
             self.failure = what
             self._changed.notify_all()
 
-    def wait_for(self, version: int, *, count: int, timeout: float) -> None:
-        """Block until ``count`` tokens were generated under a version."""
-        wanted = str(version)
+    def wait_for(self, wanted: str, *, count: int, timeout: float) -> None:
+        """Block until ``count`` tokens were generated under a version, given by its label."""
         deadline = time.monotonic() + timeout
         position = seen = 0
         with self._changed:
@@ -97,7 +98,7 @@ class Client:
                 if self.failure is not None:
                     raise RuntimeError(self.failure)
                 if seen < count and not self._changed.wait(deadline - time.monotonic()):
-                    raise TimeoutError(f"only {seen} of {count} tokens of version {version} came in {timeout:g} s")
+                    raise TimeoutError(f"only {seen} of {count} tokens of {wanted} came in {timeout:g} s")
 
     def rate(self, start: float, end: float) -> float:
         """Return the tokens a second that arrived between two moments."""

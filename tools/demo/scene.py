@@ -96,6 +96,7 @@ class Scene:
         self._stack.enter_context(_process("engine", [*engine, "--ready-file", str(ready)], self._home))
         self.engine_url = json.loads(_eventually(lambda: _text(ready)))["url"]
         follow = ["--engine", "torch", "--engine-url", self.engine_url, "--poll", "0.1", "--listen", "127.0.0.1:0"]
+        follow += ["--in-flight", "keep"]  # the client's streams go on under new weights
         follow += self._receiver_options
         self._stack.enter_context(_process("receiver", [*receiver, "run", *at, *follow], self._home))
         lock = self._link.with_name("model.slots") / "lock"
@@ -105,20 +106,24 @@ class Scene:
         self._until_serving(0)
         self.client = self._stack.enter_context(Client(self.engine_url))
         # The first pass at each context length pays for making its kernels; a whole stream has seen all of them.
-        self.client.wait_for(0, count=260, timeout=_PATIENCE_SECONDS)
+        self.client.wait_for(self._label(0), count=260, timeout=_PATIENCE_SECONDS)
         self._quiet = self._observe()
 
     def _observe(self) -> float:
         """Let the client run undisturbed for a moment; returns its tokens a second."""
         start = time.monotonic()
         version = self._writer.version
-        self.client.wait_for(version, count=self._count(version) + 50, timeout=_PATIENCE_SECONDS)
+        self.client.wait_for(self._label(version), count=self._count(version) + 50, timeout=_PATIENCE_SECONDS)
         while time.monotonic() < start + _WINDOW_SECONDS:
-            self.client.wait_for(version, count=self._count(version) + 1, timeout=_PATIENCE_SECONDS)
+            self.client.wait_for(self._label(version), count=self._count(version) + 1, timeout=_PATIENCE_SECONDS)
         return self.client.rate(start, time.monotonic())
 
+    def _label(self, version: int) -> str:
+        """Return what the engine calls a version."""
+        return f"{self._writer.store.stream_id}/{version}"
+
     def _count(self, version: int) -> int:
-        return sum(token.version == str(version) for token in self.client.tokens)
+        return sum(token.version == self._label(version) for token in self.client.tokens)
 
     def _expect(self, version: int, snapshot: Mapping[str, torch.Tensor]) -> None:
         """Requantize the trainer's own tensors, and remember the digest of what the engine must hold."""
@@ -127,7 +132,7 @@ class Scene:
         for name, tensor in snapshot.items():
             if name not in TIED:
                 weights |= scheme.quantize(name, tensor)
-        self.expected[str(version)] = WeightsDigest(weights)()
+        self.expected[self._label(version)] = WeightsDigest(weights)()
 
     def _status(self) -> dict[str, Any]:
         record: dict[str, Any] = self._http.get(f"{self._status_url}/status").json()
@@ -150,8 +155,8 @@ class Scene:
         committed = time.monotonic()
         self._expect(published.version, snapshot)
         record = self._until_serving(published.version)
-        self.client.wait_for(published.version, count=5, timeout=_PATIENCE_SECONDS)
-        arrived = next(token.at for token in self.client.tokens if token.version == str(published.version))
+        self.client.wait_for(self._label(published.version), count=5, timeout=_PATIENCE_SECONDS)
+        arrived = next(token.at for token in self.client.tokens if token.version == self._label(published.version))
         last_old = max(token.at for token in self.client.tokens if token.at < arrived)
         during = self.client.rate(started, last_old)
         before, self._quiet = self._quiet, self._observe()
@@ -181,7 +186,7 @@ class Scene:
                 mine = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 assert checkpoint.tensor(name).tobytes() == mine, f"{name} differs from the trainer's"
         info = self._http.get(f"{self.engine_url}/info").json()
-        assert info["version"] == str(published.version), info
+        assert info["version"] == self._label(published.version), info
         expected = self.expected[info["version"]]
         assert info["weights_digest"] == expected, "the engine's weights are not the trainer's, requantized"
 

@@ -26,16 +26,16 @@ class Generation:
         self._tokens = list(prompt)
         self._temperature = temperature
         self._random = torch.Generator().manual_seed(seed)
-        self._weights: object = None
+        self._caches: object = None
         self._cache: KVCache | None = None
 
-    def step(self, weights: object) -> Token:
-        """Run one forward pass on ``weights``, which are compared with those of the last pass, and sample.
+    def step(self, caches: object) -> Token:
+        """Run one forward pass, with what was cached in the last one if ``caches`` says so, and sample.
 
         The log-probability is that of the sampled token at temperature 1.
         """
         with torch.inference_mode():
-            logprobs = torch.log_softmax(self._forward(weights), dim=-1)
+            logprobs = torch.log_softmax(self._forward(caches), dim=-1)
             if self._temperature > 0:
                 odds = torch.softmax(logprobs / self._temperature, dim=-1)
                 token = int(torch.multinomial(odds, 1, generator=self._random))
@@ -44,14 +44,14 @@ class Generation:
         self._tokens.append(token)
         return Token(token, float(logprobs[token]))
 
-    def _forward(self, weights: object) -> torch.Tensor:
+    def _forward(self, caches: object) -> torch.Tensor:
         """Return float32 logits ``[vocab]`` of the next token."""
         limit = self._model.config.max_position_embeddings
         cache = self._cache
-        if cache is None or weights != self._weights or cache.length >= limit:
+        if cache is None or caches != self._caches or cache.length >= limit:
             # Old keys and values under new weights would be a mixture that no model ever was.
             cache = self._cache = KVCache(self._model.config, torch.bfloat16)
-            self._weights = weights
+            self._caches = caches
             fresh = self._tokens if len(self._tokens) < limit else self._tokens[-(limit // 2) :]
         else:
             fresh = self._tokens[-1:]

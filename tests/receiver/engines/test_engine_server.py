@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import socket
@@ -48,13 +49,27 @@ def generate(client, **body):
     with client.stream("POST", "/generate", json=body) as answer:
         answer.read()
         assert answer.status_code == 200, answer.text
-        return [json.loads(line) for line in answer.text.splitlines()]
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+    if "error" not in lines[-1]:
+        last = lines.pop()
+        assert last["finish_reason"] == "length"
+        assert last["spans"] == spans(lines)
+    return lines
+
+
+def spans(lines):
+    """Return which version made which of a stream's tokens, in runs."""
+    runs = [(version, len(list(group))) for version, group in itertools.groupby(line["version"] for line in lines)]
+    ends = list(itertools.accumulate(count for _, count in runs))
+    return [
+        {"version": version, "start": end - count, "end": end} for (version, count), end in zip(runs, ends, strict=True)
+    ]
 
 
 def test_health_and_info(server, tiny_checkpoints):
     assert server.get("/health").json() == {"status": "ok"}
     info = server.get("/info").json()
-    assert set(info) == {"incarnation", "version", "paused", "weights_digest", "tokens_total"}
+    assert set(info) == {"incarnation", "version", "paused", "weights_digest", "tokens_total", "first_token_seconds"}
     assert (info["version"], info["paused"], info["tokens_total"]) == (None, False, 0)
 
 
@@ -87,7 +102,7 @@ def test_after_an_activation_it_answers_as_a_fresh_engine_does(server, engine, t
     want = []
     for _ in range(12):
         with fresh.forward() as weights:
-            token = generation.step(weights)
+            token = generation.step(weights.caches)
         want.append((token.token, struct.pack(">f", token.logprob).hex()))
     got = generate(server, prompt="class ", max_tokens=12)
     assert [(line["token"], line["logprob"]) for line in got] == want
@@ -124,7 +139,7 @@ def test_a_listener_that_does_not_read_holds_up_no_pause(server, engine):
     with server.stream("POST", "/generate", json={"prompt": "x", "max_tokens": 1_000_000}) as answer:
         assert answer.status_code == 200
         for _ in range(20):
-            engine.pause()
+            engine.pause("keep")
             engine.resume()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from training import until
 
-from deltastore.errors import EngineError
-from receiver.engines.gate import GenerationGate
+from deltastore.errors import DrainTimeout, EngineError
+from receiver.engines.gate import GenerationGate, StreamAborted
 from receiver.engines.torch_module import ServedWeights, TorchModuleEngine
 from receiver.engines.weights import INDEX, WeightsDigest, all_finite
 from receiver.quantize import make_scheme
@@ -110,7 +112,7 @@ def test_values_that_cannot_be_quantized_shut_the_engine_until_a_good_load(tmp_p
     bad = saved(tmp_path / "bad", {"a.weight": torch.tensor([[1.0, float("nan")], [1.0, 1.0]])})
     with pytest.raises(EngineError, match=r"a.weight holds NaN"):
         engine.load(bad, version="1")
-    assert engine.served == ServedWeights(None, None)
+    assert engine.served == ServedWeights(None, None, caches=1)
     with pytest.raises(EngineError, match="stays paused"):
         engine.resume()
     activate(engine, saved(tmp_path / "good", {"a.weight": torch.ones(2, 2)}), "2")
@@ -168,17 +170,18 @@ def failing_probe() -> torch.Tensor:
     raise RuntimeError("mat1 and mat2")
 
 
-@pytest.mark.parametrize(
-    ("probe", "message"),
-    [(lambda: torch.tensor([0.0, float("nan")]), "not finite"), (failing_probe, "probe failed")],
-    ids=["nan", "raises"],
-)
-def test_a_probe_that_fails_is_not_confirmed(tmp_path, probe, message):
-    engine = TorchModuleEngine(Layers(), probe=probe)
-    engine.pause()
-    engine.load(saved(tmp_path / "a", tensors()), version="1")
-    with pytest.raises(EngineError, match=message):
-        engine.confirm("1")
+def test_a_probe_is_the_likeliest_token_after_each_beginning_and_tells_what_is_not_finite(tmp_path):
+    logits = torch.tensor([[[0.0, 2.0], [3.0, 0.0]]])
+    engine = TorchModuleEngine(Layers(), probe=lambda: logits)
+    probe = engine.probe()
+    assert probe.tokens == (1, 0)
+    assert probe.logprobs == pytest.approx([-math.log1p(math.exp(-2)), -math.log1p(math.exp(-3))], abs=1e-6)
+    engine.pause()  # it needs no open gate
+    logits[0, 1, 1] = float("nan")
+    assert [math.isfinite(value) for value in engine.probe().logprobs] == [True, False]
+    assert TorchModuleEngine(Layers()).probe() is None
+    with pytest.raises(EngineError, match="probe failed"):
+        TorchModuleEngine(Layers(), probe=failing_probe).probe()
 
 
 def test_caches_are_dropped_at_every_load(tmp_path):
@@ -264,7 +267,7 @@ def test_no_token_is_ever_of_mixed_weights(tiny_checkpoints, scheme):
         while not done.is_set():
             with engine.forward() as weights:
                 before = engine.weights_digest()
-                generation.step(weights)
+                generation.step(weights.caches)
                 seen.append((weights.version, weights.digest, before, engine.weights_digest()))
             token.set()
 
@@ -344,3 +347,90 @@ def test_stopping_turns_away_those_that_wait():
         engine.stop()
         with pytest.raises(EngineError, match="shutting down"):
             waiting.result(timeout=5)
+
+
+def stream(gate, step, ended):
+    """Generate until told to end; returns what ended it."""
+    try:
+        with gate.stream() as one:
+            while not ended.is_set():
+                with gate.forward(one):
+                    step.release()
+    except StreamAborted:
+        return "aborted"
+    return "ended"
+
+
+class Streams:
+    """Two streams on a gate, and a pause in a thread of its own."""
+
+    def __init__(self, pool):
+        self.gate, self.ended, self.step = GenerationGate(), threading.Event(), threading.Semaphore(0)
+        self.pool = pool
+        self.running = [self.start(), self.start()]
+        for _ in range(4):
+            assert self.step.acquire(timeout=5)
+
+    def start(self):
+        return self.pool.submit(stream, self.gate, self.step, self.ended)
+
+
+@pytest.fixture
+def streams():
+    with ThreadPoolExecutor(5) as pool:
+        made = Streams(pool)
+        yield made
+        made.ended.set()
+        made.gate.resume()
+
+
+def test_a_waiting_pause_lets_streams_end_and_holds_new_ones(streams):
+    pausing = streams.pool.submit(streams.gate.pause, "wait", drain=20)
+    until(lambda: streams.gate._draining)
+    late = streams.start()
+    assert not streams.gate.held
+    streams.ended.set()
+    assert [one.result(5) for one in streams.running] == ["ended", "ended"]
+    pausing.result(5)
+    assert streams.gate.held
+    assert not late.done()
+    streams.gate.resume()
+    assert late.result(5) == "ended"
+
+
+def test_a_drain_that_takes_too_long_holds_nothing_and_another_pause_ends_it(streams):
+    with pytest.raises(DrainTimeout, match="2 streams have not ended"):
+        streams.gate.pause("wait", drain=0.01)
+    late = streams.start()  # let in again
+    assert streams.step.acquire(timeout=5)
+    pausing = streams.pool.submit(streams.gate.pause, "wait", drain=20)
+    until(lambda: streams.gate._draining)
+    streams.gate.pause("abort")
+    pausing.result(5)
+    assert [one.result(5) for one in (*streams.running, late)] == ["aborted"] * 3
+    assert streams.gate.held
+
+
+def test_frozen_streams_go_on_or_are_ended_by_another_pause(streams):
+    streams.gate.pause("keep")
+    streams.gate.pause("wait", drain=0.01)  # nothing runs: they are frozen already
+    assert not any(one.done() for one in streams.running)
+    streams.gate.resume()
+    for _ in range(4):
+        assert streams.step.acquire(timeout=5)
+    streams.gate.pause("keep")
+    streams.gate.pause("abort")
+    assert [one.result(5) for one in streams.running] == ["aborted", "aborted"]
+
+
+def test_caches_are_kept_only_where_that_is_asked_for(tmp_path):
+    dropped = []
+    engine = TorchModuleEngine(Layers(), drop_caches=lambda: dropped.append(1))
+    checkpoint = saved(tmp_path / "a", tensors())
+    seen = []
+    for keep_kv in (False, True, False):
+        engine.pause()
+        engine.load(checkpoint, version="1", keep_kv=keep_kv)
+        engine.resume()
+        seen.append(engine.served.caches)
+    assert (seen, dropped) == ([1, 1, 2], [1, 1])
