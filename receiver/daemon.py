@@ -29,6 +29,7 @@ from deltastore.reader import open_store
 from .activation import Policy, Solo
 from .control import Orders
 from .engines import make_engine
+from .engines.gated import behind_gateway
 from .fleet import Heartbeats, own_id
 from .follower import Follower, check_target
 from .logs import seconds_text, tell, tell_failure
@@ -76,6 +77,7 @@ class Options:
     poll: float = 1.0
     engine: str = "none"
     engine_url: str | None = None
+    gateway_url: str | None = None
     engine_options: Mapping[str, str] = field(default_factory=dict)
     storage_options: Mapping[str, object] = field(default_factory=dict)
     cache: str | Path | None = None
@@ -128,7 +130,10 @@ class Receiver:
         self._stopping = False
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._serving = Serving(
-            make_engine(options.engine, url=options.engine_url, options=options.engine_options),
+            behind_gateway(
+                make_engine(options.engine, url=options.engine_url, options=options.engine_options),
+                options.gateway_url,
+            ),
             status,
             policy=options.policy,
             coordinator=Solo(),

@@ -7,6 +7,7 @@ engine itself may be resumed for a probe: seen from outside generation is still 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import httpx
 import msgspec
 
-from deltastore.errors import DrainTimeout, EngineError
+from deltastore.errors import DrainTimeout, EngineError, UsageError
 from receiver.engines.base import EngineInfo
 
 if TYPE_CHECKING:
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
     from receiver.engines.base import Engine, InFlight, Probe
 
-__all__ = ["GateClient", "GatedEngine"]
+__all__ = ["GateClient", "GatedEngine", "behind_gateway"]
 
 _log = logging.getLogger("receiver")
 
 #: With ``wait`` and no ``timeout``; the rest of those that were aborted; more than settling takes.
 _DRAIN_SECONDS: Final = 60.0
-_ABORT_SECONDS: Final = 5.0
+_ABORT_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 15.0
 #: A gateway that restarts is waited for.
 _PATIENCE_SECONDS: Final = 10.0
@@ -135,8 +136,6 @@ class GateClient:
 class GatedEngine:
     """An engine as one sees it through a gateway, which is told of each pause."""
 
-    probes_paused = True
-
     def __init__(self, engine: Engine, gate: GateClient) -> None:
         self._engine = engine
         self._gate = gate
@@ -147,6 +146,11 @@ class GatedEngine:
         self._awake = False  # the engine itself may generate, for a probe
         self._in_flight: InFlight = "wait"
         self._doubts = 0
+
+    @property
+    def probes_paused(self) -> bool:
+        """Behind the gate it may be probed at any time."""
+        return True
 
     def info(self) -> EngineInfo:
         """Ask the engine; it counts as paused while the gate is shut.
@@ -159,7 +163,7 @@ class GatedEngine:
         info = self._engine.info()
         with self._lock:
             if self._busy:
-                return EngineInfo(info.incarnation, info.version, paused=True)
+                return info  # what the engine itself is, for whoever is about to load it
             same = self._serving is not None and self._serving == (info.incarnation, info.version)
             shut = gate.shut
             if shut and same and not info.paused:
@@ -193,7 +197,7 @@ class GatedEngine:
             raise DrainTimeout(
                 f"{gate.in_flight} requests have not ended in time",
                 key=self._gate.url,
-                hint="a longer --drain-timeout, or another --in-flight.",
+                hint="a longer --drain-deadline, or another --in-flight.",
             )
         left = None if timeout is None else max(0.001, until - time.monotonic())
         try:
@@ -226,9 +230,14 @@ class GatedEngine:
         self._engine.confirm(version)
 
     def probe(self) -> Probe | None:
-        """Run the fixed prompt on the engine itself, behind the shut gate."""
+        """Run the fixed prompt on the engine itself, behind the shut gate if there is an activation.
+
+        ``None`` where the engine was found paused by somebody else, and cannot be probed so.
+        """
         if self._engine.probes_paused:
             return self._engine.probe()
+        if not self._busy:
+            return None if self._engine.info().paused else self._engine.probe()
         self._wake()
         try:
             return self._engine.probe()
@@ -236,7 +245,13 @@ class GatedEngine:
             self._sleep()
 
     def resume(self) -> None:
-        """Have the engine go on, and open the gate for the weights that it has."""
+        """Have the engine go on, and open the gate for the weights that it has.
+
+        After a pause that failed the weights are as they were, and a look at the engine opens the gate.
+        """
+        if not self._busy:
+            self._engine.resume()
+            return
         self._wake()
         info = self._engine.info()
         if info.version is None or info.paused or info.version != (self._loaded or info.version):
@@ -251,6 +266,11 @@ class GatedEngine:
             except EngineError as error:
                 # It stays shut, and counts as paused, until a look at the engine shows that it is still the same.
                 _log.warning("The gate was not opened: %s", error)
+
+    def first_tokens(self) -> float | None:
+        """Ask an engine that can tell how many seconds after the last resume it gave a token."""
+        told: float | None = getattr(self._engine, "first_tokens", lambda: None)()
+        return told
 
     def close(self) -> None:
         """Close the connections; engine and gateway go on."""
@@ -268,3 +288,15 @@ class GatedEngine:
         if self._awake:
             self._engine.pause("keep" if self._in_flight == "keep" else "abort")
             self._awake = False
+
+
+def behind_gateway(engine: Engine, url: str | None) -> Engine:
+    """Return the engine as its gateway's control address ``url`` shows it; as it is where there is none.
+
+    The gateway's token is in ``RECEIVER_TOKEN``. Raises ``UsageError``.
+    """
+    if url is None:
+        return engine
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"gateway URL {url!r} is not HTTP", key=url, hint="--gateway-url http://127.0.0.1:9331.")
+    return GatedEngine(engine, GateClient(url, token=os.environ.get("RECEIVER_TOKEN")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ def sse(*chunks, done=True):
 
 def cut(data, places):
     places = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
-    return [data[start:end] for start, end in zip(places, places[1:], strict=False)]
+    return [data[start:end] for start, end in pairwise(places)]
 
 
 def whole(writer, data, places=(), label=A):
@@ -169,20 +170,33 @@ def test_json_lines_hold_every_byte(data, at):
     assert out == whole(LineStream(A), data)
 
 
-json_values = st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=8)
+json_values = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
 
 
-@given(st.dictionaries(st.text(max_size=4), json_values, max_size=4), st.sampled_from(["", " ", "\n", "\r\n  "]), places)
+@given(
+    st.dictionaries(st.text(max_size=4), json_values, max_size=4), st.sampled_from(["", " ", "\n", "\r\n  "]), places
+)
 def test_a_json_object_gets_the_fields_before_its_end(value, space, at):
     data = (space + json.dumps(value) + space).encode()
     out = whole(JsonObject(A), data, at)
     assert json.loads(out) == {**value, "weight_version_start": A, "weight_version_end": A}
-    for fields in (b',"weight_version_start":"s/1","weight_version_end":"s/1"', b'"weight_version_start":"s/1","weight_version_end":"s/1"'):
+    for fields in (
+        b',"weight_version_start":"s/1","weight_version_end":"s/1"',
+        b'"weight_version_start":"s/1","weight_version_end":"s/1"',
+    ):
         out = out.replace(fields, b"")
     assert out == data
 
 
-@given(st.sampled_from([b"[{}]", b"7", b'"}"', b"", b"x{}", b"{", b"}", b" ", b'{"a": 1'])| st.binary(max_size=30).filter(lambda data: data.strip()[:1] != b"{"), places)
+@given(
+    st.sampled_from([b"[{}]", b"7", b'"}"', b"", b"x{}", b"{", b"}", b" ", b'{"a": 1'])
+    | st.binary(max_size=30).filter(lambda data: data.strip()[:1] != b"{"),
+    places,
+)
 def test_what_is_no_json_object_is_as_it_was(data, at):
     assert whole(JsonObject(A), data, at) == data
 

@@ -52,7 +52,9 @@ def test_headers_say_it_where_the_body_does_not():
 
 
 spaces = st.sampled_from(["", " ", "\n\t"])
-values = st.sampled_from(["1.0", "1e5", '"\\u00e9"', '{"b": [1,  2]}', "null", "-0.0", "123456789012345678901234567890", '"min_version"'])
+values = st.sampled_from(
+    ["1.0", "1e5", '"\\u00e9"', '{"b": [1,  2]}', "null", "-0.0", "123456789012345678901234567890", '"min_version"']
+)
 others = st.dictionaries(st.sampled_from(["model", "prompt", "seed", "é", "min", 'q"']), values, max_size=4)
 
 
