@@ -30,6 +30,8 @@ class HttpServer:
     ``most_connections`` open, others are answered 503. Raises ``UsageError``.
     """
 
+    _idle_seconds = 5  # then a connection is closed that nothing is asked on
+
     def __init__(
         self, listen: str, *, token: str | None, token_name: str, name: str, most_connections: int | None = None
     ) -> None:
@@ -70,6 +72,7 @@ class HttpServer:
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=2,
+            timeout_keep_alive=self._idle_seconds,
             limit_concurrency=self._most_connections,
         )
         return uvicorn.Server(config)

@@ -70,6 +70,9 @@ class GatewayServer(HttpServer):
     Raises ``UsageError``.
     """
 
+    # Longer than clients keep one: a request must not arrive just as its connection is closed.
+    _idle_seconds = 75
+
     def __init__(
         self,
         engine: str,

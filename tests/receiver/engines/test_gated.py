@@ -167,7 +167,7 @@ def test_a_pause_that_fails_leaves_the_gate_to_the_next_look(engine, inner, gate
     assert not gateway.gate.shut
 
 
-def test_requests_that_do_not_end_in_time_are_a_drain_timeout_and_the_gate_opens_again(engine, inner, gateway, monkeypatch):
+def test_requests_that_do_not_end_in_time_open_the_gate_again(engine, inner, gateway, monkeypatch):
     activate(engine, "s/1")
     with socket.create_connection(("127.0.0.1", httpx.URL(gateway.url).port)) as connection:
         connection.sendall(b"POST /hang HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
