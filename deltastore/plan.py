@@ -10,8 +10,8 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from .errors import CorruptObject, StreamMismatch, VersionNotFound
-from .manifest import BASE_VERSION, MODEL, Manifest, manifest_key
+from .errors import CorruptObject, StreamMismatch, UnsupportedFormat, VersionNotFound
+from .manifest import BASE_VERSION, FILES, HEADERS, MODEL, Manifest, manifest_key
 from .part import PartIdentity
 from .route import Route
 
@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from .manifest import PartRef
     from .route import ListedRoute
 
-__all__ = ["Hop", "Kind", "Plan", "Step", "cheapest", "check_link", "make_plan", "no_way", "plan_of"]
+__all__ = [
+    "Hop",
+    "Kind",
+    "Plan",
+    "Step",
+    "cheapest",
+    "check_components",
+    "check_link",
+    "make_plan",
+    "no_way",
+    "plan_of",
+]
 
 Kind = Literal["anchor", "delta", "skip", "inverse"]
 
@@ -239,6 +250,21 @@ def no_way(start: int | None, end: int) -> VersionNotFound:
     )
 
 
+def check_components(manifest: Manifest) -> None:
+    """Raise ``UnsupportedFormat`` for a version that carries more than the model, such as a draft or an adapter.
+
+    It would have to be patched and activated with the model: an engine with the one and not the other is of no version.
+    """
+    known = {MODEL, FILES, HEADERS} if manifest.version == BASE_VERSION else {MODEL}
+    if unknown := sorted(set(manifest.components) - known):
+        raise UnsupportedFormat(
+            f"Version {manifest.version} carries {', '.join(unknown)} beside the model, and no engine's adapter of "
+            "this release can activate both together.",
+            key=manifest_key(manifest.version),
+            hint="Publish them as tensors of the model's checkpoint, or upgrade this side.",
+        )
+
+
 def check_link(parent: Manifest, child: Manifest) -> None:
     """Raise unless ``child`` is the next version after ``parent`` in one history."""
     key = manifest_key(child.version)
@@ -248,6 +274,7 @@ def check_link(parent: Manifest, child: Manifest) -> None:
             key=key,
             hint="The store was mixed with another one; restore it from a backup.",
         )
+    check_components(child)
     problem = None
     if (child.parent_version, child.version) != (parent.version, parent.version + 1):
         problem = f"it follows version {child.parent_version}, not {parent.version}"
@@ -259,7 +286,7 @@ def check_link(parent: Manifest, child: Manifest) -> None:
         )
     elif child.writer_epoch < parent.writer_epoch:
         problem = f"its writer's epoch {child.writer_epoch} is below its parent's {parent.writer_epoch}"
-    elif set(child.components) != {MODEL}:
-        problem = f"it has the components {sorted(child.components)}, of which this release knows only {MODEL!r}"
+    elif MODEL not in child.components:
+        problem = "it has no model"
     if problem:
         raise CorruptObject(f"{key} breaks the chain: {problem}.", key=key, hint="Run `deltastore check` on the store.")

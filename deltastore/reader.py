@@ -39,7 +39,7 @@ from .manifest import (
     parse_latest,
     parse_manifest,
 )
-from .plan import check_link
+from .plan import check_components, check_link
 from .planner import READERS, Planner
 from .record import MAX_VERSION
 from .retention import MAX_RETENTION_BYTES, Standing, check_successor, parse_retention, retention_key
@@ -80,6 +80,7 @@ class Store:
     def __init__(self, backend: Backend, base: Manifest, verifier: Verifier | None = None) -> None:
         if base.stream is None:
             raise CorruptObject("The base manifest has no stream record.", key=manifest_key(BASE_VERSION))
+        check_components(base)
         self.backend = backend
         self.base = base
         self.verifier = verifier
@@ -157,6 +158,7 @@ class Store:
 
     def _remember(self, manifest: Manifest) -> None:
         version = manifest.version
+        check_components(manifest)
         parent, child = self._recent.get(version - 1), self._recent.get(version + 1)
         if parent is not None:
             check_link(parent, manifest)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PREPARED",
+    "UNKNOWN",
     "Activation",
     "AtDeadline",
     "Case",
@@ -157,8 +158,8 @@ class Case:
 class Progress:
     """Where an activation stands.
 
-    ``unknown``: the engine's weights are not known to be good, because it was found paused or a load was begun; then
-    only a confirmed load leads to a resume. ``tries`` and ``pauses`` are those made for the goal.
+    ``unknown``: the engine is not known to serve what it confirmed: it is fresh, was found paused, or a load was begun;
+    then only a confirmed load leads to a resume. ``tries`` and ``pauses`` are those made for the goal.
     """
 
     state: State
@@ -172,7 +173,9 @@ class Progress:
     outcome: Outcome | None = None
 
 
+#: Where an activation begins, with an engine that is known to serve what it confirmed, and with any other.
 PREPARED = Progress("prepared", "look")
+UNKNOWN = Progress("prepared", "look", unknown=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +221,13 @@ def _looked(progress: Progress, event: Event, policy: Policy, case: Case) -> Pro
     if progress.state == "prepared":
         if event not in ("held", "running"):
             return _ended("idle", "lost")
-        return replace(progress, state="waiting", step="ask", in_flight=policy.in_flight, unknown=event == "held")
+        return replace(
+            progress,
+            state="waiting",
+            step="ask",
+            in_flight=policy.in_flight,
+            unknown=progress.unknown or event == "held",
+        )
     if progress.state == "paused":
         return _looked_while_paused(progress, event, policy)
     return _looked_after_the_resume(progress, event, policy, case)
@@ -231,7 +240,7 @@ def _decided(progress: Progress, event: Event, _policy: Policy, case: Case) -> P
         return _ended("idle", "failed")
     if not progress.unknown:
         return _ended("idle", "refused")
-    # Found paused, and what it was paused for is off: it must not stay so.
+    # What it was paused for, or is to be loaded after a restart, is off: it must not stay as it is.
     if case.fallback:
         return replace(progress, state="draining", step="pause", goal="fallback")
     return _ended("latched", "latched")
@@ -258,8 +267,7 @@ def _looked_while_paused(progress: Progress, event: Event, policy: Policy) -> Pr
         return replace(progress, step="report")
     if event == "gone" or progress.pauses >= policy.tries:
         return replace(progress, step="report", outcome="lost")
-    unknown = progress.unknown and event != "other"  # a fresh engine has what it was started on
-    return replace(progress, state="draining", step="pause", pauses=progress.pauses + 1, unknown=unknown)
+    return replace(progress, state="draining", step="pause", pauses=progress.pauses + 1, unknown=True)
 
 
 def _loaded(progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
@@ -301,6 +309,10 @@ def _resumed(progress: Progress, event: Event, _policy: Policy, _case: Case) -> 
 
 
 def _looked_after_the_resume(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
+    if progress.outcome is not None:  # released, or not
+        return replace(
+            progress, state="idle", step="report", outcome=progress.outcome if event == "running" else "lost"
+        )
     if event == "running":
         if progress.probed or case.probes_paused:
             return _ended("serving", "activated" if progress.goal == "wanted" else "rolled-back", progress.goal)
@@ -313,7 +325,7 @@ def _looked_after_the_resume(progress: Progress, event: Event, policy: Policy, c
 
 
 def _released(progress: Progress, _event: Event, _policy: Policy, _case: Case) -> Progress:
-    return replace(progress, state="idle", step="report")
+    return replace(progress, step="look")
 
 
 def _reported(progress: Progress, _event: Event, _policy: Policy, case: Case) -> Progress:

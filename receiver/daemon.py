@@ -37,7 +37,7 @@ from .mending import Mending
 from .patcher import Patcher
 from .priority import Priority
 from .probing import read_expected
-from .serving import Serving, check_components
+from .serving import Serving
 from .slots import Slots
 from .stopping import Stopped, wait_unless
 
@@ -468,16 +468,12 @@ class Receiver:
             self._status.enter("following" if wanted is not None else "paused")
             self._status.succeeded()
 
-    def _newest(self) -> Manifest:
-        newest = self._follower.wanted()
-        check_components(newest)
-        return newest
-
     def _patch(self, wanted: Manifest) -> Manifest:
         """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
-        check_components(wanted)
         self._status.enter("patching")
-        patched = self._priority.run(lambda: self._patcher.move_to(wanted, newest=self._newest), leave=self.stop)
+        patched = self._priority.run(
+            lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
+        )
         self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)
         tell(

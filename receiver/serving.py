@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deltastore.errors import DrainTimeout, EngineError, SelfTestFailed, StorageError
-from deltastore.manifest import MODEL
 
-from .activation import PREPARED, Activation, Case, Weights, advance, keeps_kv
+from .activation import PREPARED, UNKNOWN, Activation, Case, Weights, advance, keeps_kv
 from .logs import seconds_text, tell, tell_failure
 from .probing import agree, judge
 from .stopping import Stopped
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from deltastore.errors import DeltastoreError
-    from deltastore.manifest import Manifest
 
     from .activation import Coordinator, Event, Policy, Progress
     from .engines import Engine, EngineInfo, Probe
@@ -33,31 +32,13 @@ if TYPE_CHECKING:
     from .slots import LiveSlot
     from .status import Status
 
-__all__ = ["Serving", "check_components", "weights_of"]
-
-#: What the base carries beside the weights: its other files, and its weight files' headers.
-_BASE_FILES = frozenset({"files", "headers"})
+__all__ = ["Serving", "weights_of"]
 
 
 def weights_of(slot: LiveSlot) -> Weights:
     """Return a slot's version as the engine and its coordinator know it."""
     record = slot.record
     return Weights(f"{record.stream_id}/{record.version}", record.version, record.commit_id, slot.directory)
-
-
-def check_components(manifest: Manifest) -> None:
-    """Raise ``EngineError`` for a version that carries more than the model's weights, such as a draft or an adapter.
-
-    To activate the model without them would leave the engine with parts of two versions.
-    """
-    known = {MODEL} | (_BASE_FILES if manifest.parent_version is None else frozenset())
-    if unknown := sorted(set(manifest.components) - known):
-        raise EngineError(
-            f"Version {manifest.version} carries {', '.join(unknown)}, which the engine's adapter cannot activate "
-            f"together with the model.",
-            key=unknown[0],
-            hint="Publish it as tensors of the model's checkpoint, or upgrade the receiver.",
-        )
 
 
 class Serving:
@@ -89,6 +70,7 @@ class Serving:
         self._probed: tuple[Weights, Probe] | None = None  # of what was served last
         self._awaits_first = False
         self._refused: set[str] = set()  # commit ids that the engine could not load
+        self._lost: Counter[str] = Counter()  # commit ids, and how often the engine went away over them
         self._activating = threading.Lock()  # held while an activation goes on
 
     def serve(self, live: LiveSlot, patcher: Patcher) -> None:
@@ -100,10 +82,9 @@ class Serving:
         """
         info = self._ask()
         weights = weights_of(live)
-        as_known = not info.paused and self._confirmed == (info.incarnation, info.version)
-        if not as_known:
+        if info.paused or self._confirmed != (info.incarnation, info.version):
             self.doubt()
-        if as_known and info.version == weights.label:
+        elif info.version == weights.label:
             self._look_for_first_tokens()
             return
         result = self._activate(weights, patcher)
@@ -155,6 +136,7 @@ class Serving:
     def forget_refusals(self) -> None:
         """Give the versions that the engine refused another try."""
         self._refused.clear()
+        self._lost.clear()
 
     def hold(self) -> None:
         """Return when no activation is going on; none begins after this. May be called from any thread."""
@@ -178,6 +160,8 @@ class Serving:
                 raise Stopped
             self._status.enter("activating")
             other = patcher.previous()
+            if other is not None and other.record.commit_id in self._refused:
+                other = None
             run = _Run(
                 self._engine,
                 self._coordinator,
@@ -187,7 +171,7 @@ class Serving:
                 entered=self._entered,
                 judge=self._judge(wanted, other, reference),
             )
-            result = run.activate()
+            result = run.activate(UNKNOWN if self._confirmed is None else PREPARED)
             self._settle(result, wanted, run.incarnation, patcher)
             return result
 
@@ -242,18 +226,26 @@ class Serving:
         )
         if result.outcome == "lost":
             self.doubt()
+            self._lost[wanted.commit_id] += "load" in result.stages
         if result.weights is not None:
             self._awaits_first = True
             self._confirmed = (incarnation, result.weights.label)
             self._status.serving = result.weights.version
             self._probed = (result.weights, result.probe) if result.probe is not None else None
-        if result.outcome == "rolled-back":
-            self._refused.add(wanted.commit_id)
-            patcher.go_back()
-            self._status.version = result.weights.version if result.weights else None
-            if result.error is not None:
-                self._status.failed(result.error)
-                tell_failure(result.error, "That version is left alone.", version=wanted.version)
+        if result.outcome == "rolled-back" or self._lost[wanted.commit_id] >= self._policy.tries:
+            self._leave_alone(wanted, result.error, patcher)
+
+    def _leave_alone(self, weights: Weights, error: DeltastoreError | None, patcher: Patcher) -> None:
+        """Make the version before the live one again; without one there is nothing else to serve."""
+        other = patcher.previous()
+        if other is None or other.record.commit_id in self._refused:
+            return
+        self._refused.add(weights.commit_id)
+        patcher.go_back()
+        self._status.version = other.record.version
+        if error is not None:
+            self._status.failed(error)
+            tell_failure(error, "That version is left alone.", version=weights.version)
 
 
 _LEVELS = {"activated": logging.INFO, "refused": logging.INFO, "latched": logging.ERROR}
@@ -289,10 +281,9 @@ class _Run:
     paused_at: float | None = None
     resumed_at: float | None = None
 
-    def activate(self) -> Activation:
-        """Return how it ended. Raises ``Stopped`` where the coordinator does."""
+    def activate(self, progress: Progress) -> Activation:
+        """Begin there, and return how it ended. Raises ``Stopped`` where the coordinator does."""
         case = Case(fallback=self.fallback is not None, probes_paused=self.engine.probes_paused)
-        progress = PREPARED
         while progress.step != "rest":
             self.entered(progress)
             event = self._take(progress)
@@ -345,7 +336,7 @@ class _Run:
         elif info.incarnation != self.incarnation:
             self.incarnation = info.incarnation
             return "other"
-        elif progress.state == "resuming" and info.version != self._goal(progress).label:
+        elif progress.state == "resuming" and progress.outcome is None and info.version != self._goal(progress).label:
             return "other"
         return "held" if info.paused else "running"
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltastore.errors import CorruptObject, StreamMismatch, VersionNotFound
+from deltastore.errors import CorruptObject, StreamMismatch, UnsupportedFormat, VersionNotFound
 from deltastore.manifest import Component, Manifest, ObjectRef, PartRef, StreamRecord, part_key
-from deltastore.plan import Plan, Step, cheapest, check_link, make_plan
+from deltastore.plan import Plan, Step, cheapest, check_components, check_link, make_plan
 from deltastore.route import Route, route_part_key
 
 if TYPE_CHECKING:
@@ -286,6 +286,17 @@ def test_a_link_to_another_stream_is_refused() -> None:
     assert caught.value.key == "manifests/0000000005.json"
 
 
+@pytest.mark.parametrize("name", ["draft", "adapter", "files"])
+def test_a_version_with_more_than_the_model_is_refused_by_its_name(name: str) -> None:
+    child = msgspec.structs.replace(manifest(5), components={**manifest(5).components, name: manifest(5).model})
+    for check in (lambda: check_components(child), lambda: check_link(manifest(4), child)):
+        with pytest.raises(UnsupportedFormat, match=f"Version 5 carries {name} beside the model") as caught:
+            check()
+        assert caught.value.key == "manifests/0000000005.json"
+        assert caught.value.hint
+    check_components(msgspec.structs.replace(manifest(0), components={"model": manifest(5).model}))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -294,7 +305,6 @@ def test_a_link_to_another_stream_is_refused() -> None:
         {"parent_snapshot_id": snapshot_of(3)},
         {"parent_snapshot_id": snapshot_of(5)},
         {"writer_epoch": 4},
-        {"components": {**manifest(5).components, "files": manifest(5).components["model"]}},
         {"components": {}},
         {"parent_version": 3},
         {"version": 6, "parent_version": 5},

@@ -78,7 +78,7 @@ def activate(engine, *, fallback=OLD, policy=None, coordinator=None, judge=lambd
     run = _Run(
         engine, coordinator or Solo(), policy or Policy(), NEW, fallback, lambda one: states.append(one.state), judge
     )
-    result = run.activate()
+    result = run.activate(PREPARED)
     result_states = [state for state, _ in itertools.groupby(states)]
     return result, result_states
 

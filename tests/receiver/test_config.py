@@ -18,6 +18,14 @@ target = 7
 poll = 2
 engine = "torch"
 engine-url = "http://127.0.0.1:8000"
+in-flight = "abort"
+drain-deadline = 5
+at-deadline = "give-up"
+kv-cache = "keep"
+unsafe-keep-kv = true
+load-tries = 3
+probe-expect = "/models/probes.json"
+self-test = true
 workers = 3
 max-bandwidth = "50MB"
 memory-budget = 536870912
@@ -66,7 +74,7 @@ def written(tmp_path):
 def test_every_setting_can_stand_in_a_file_and_is_printed_without_secrets(written):
     shown = printed("--config", written(FULL))
     wanted = msgspec.toml.decode(FULL)
-    wanted |= {"target": "7", "poll": 2.0, "engine-options": {"load-timeout": "900"}}
+    wanted |= {"target": "7", "poll": 2.0, "drain-deadline": 5.0, "engine-options": {"load-timeout": "900"}}
     wanted |= {"cache-size": 1 << 20, "max-bandwidth": 50_000_000}
     wanted["storage-options"] = {"secret": "***", "anon": "true", "region": "here"}
     assert shown == wanted

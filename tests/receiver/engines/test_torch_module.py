@@ -368,8 +368,7 @@ class Streams:
         self.gate, self.ended, self.step = GenerationGate(), threading.Event(), threading.Semaphore(0)
         self.pool = pool
         self.running = [self.start(), self.start()]
-        for _ in range(4):
-            assert self.step.acquire(timeout=5)
+        until(lambda: len(self.gate._streams) == 2)
 
     def start(self):
         return self.pool.submit(stream, self.gate, self.step, self.ended)
