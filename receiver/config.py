@@ -39,6 +39,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     poll: float | UnsetType = UNSET
     engine: str | UnsetType = UNSET
     engine_url: str | UnsetType = UNSET
+    gateway_url: str | UnsetType = UNSET
     in_flight: str | UnsetType = UNSET
     drain_deadline: float | UnsetType = UNSET
     at_deadline: str | UnsetType = UNSET

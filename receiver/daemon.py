@@ -30,6 +30,7 @@ from .activation import Policy
 from .control import Orders
 from .coordination import Coordinated, Coordination
 from .engines import make_engine
+from .engines.gated import behind_gateway
 from .fleet import Heartbeats, own_id
 from .follower import Follower, check_target
 from .logs import seconds_text, tell, tell_failure
@@ -79,6 +80,7 @@ class Options:
     poll: float = 1.0
     engine: str = "none"
     engine_url: str | None = None
+    gateway_url: str | None = None
     engine_options: Mapping[str, str] = field(default_factory=dict)
     storage_options: Mapping[str, object] = field(default_factory=dict)
     cache: str | Path | None = None
@@ -139,7 +141,10 @@ class Receiver:
             wait=self._wait_for_others,
         )
         self._serving = Serving(
-            make_engine(options.engine, url=options.engine_url, options=options.engine_options),
+            behind_gateway(
+                make_engine(options.engine, url=options.engine_url, options=options.engine_options),
+                options.gateway_url,
+            ),
             status,
             policy=options.policy,
             coordinator=self._coordinated,

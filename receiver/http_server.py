@@ -12,6 +12,7 @@ from deltastore.errors import UsageError
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import uvicorn
     from starlette.types import ASGIApp, Receive, Scope, Send
     from typing_extensions import Self
 
@@ -28,6 +29,8 @@ class HttpServer:
     Loopback is open; any other address needs a ``token``, which clients send as ``Authorization: Bearer``. With
     ``most_connections`` open, others are answered 503. Raises ``UsageError``.
     """
+
+    _idle_seconds = 5  # then a connection is closed that nothing is asked on
 
     def __init__(
         self, listen: str, *, token: str | None, token_name: str, name: str, most_connections: int | None = None
@@ -56,6 +59,12 @@ class HttpServer:
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
 
     def __enter__(self) -> Self:
+        self._server = self._made()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+        return self
+
+    def _made(self) -> uvicorn.Server:
         import uvicorn  # noqa: PLC0415 - only a daemon serves
 
         config = uvicorn.Config(
@@ -63,21 +72,23 @@ class HttpServer:
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=2,
+            timeout_keep_alive=self._idle_seconds,
             limit_concurrency=self._most_connections,
         )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, name=self._name, daemon=True
-        )
-        self._thread.start()
-        return self
+        return uvicorn.Server(config)
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._socket])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.should_exit = True
+        self._end()
         self._thread.join(timeout=5)
         self._socket.close()
+
+    def _end(self) -> None:
+        self._server.should_exit = True
 
     def _app(self) -> ASGIApp:
         """Return what is served."""

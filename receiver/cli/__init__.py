@@ -17,6 +17,7 @@ _VERBS = {
     "pause-following": "Have a running receiver stay at what is live.",
     "resume-following": "Have a running receiver follow again.",
     "cache": "Serve a store's parts to a site, each fetched once.",
+    "gateway": "Stand before an engine: say which version made which tokens.",
     "verify": "Hash a checkpoint's live slot and compare.",
     "repair": "Mend the damaged chunks of a checkpoint's live slot.",
 }

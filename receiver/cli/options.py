@@ -129,6 +129,9 @@ _SHARED = (
         help="The kind of engine: none, torch, vllm, sglang or command.",
     ),
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
+    click.option(
+        "--gateway-url", metavar="URL", help="The control address of the `receiver gateway` before the engine, if any."
+    ),
     key_value_option("--engine-option", "engine_options", help="An option for the engine's adapter; may be repeated."),
     *_ACTIVATION,
     click.option("--workers", type=click.IntRange(1, 256), help="Threads for chunks (default: one a core)."),
