@@ -6,7 +6,6 @@ they lead from the new bytes back to the old ones too; a full chunk only leads t
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from deltastore.errors import UsageError
 
 from . import kernels
 from .context import apply_contextual, encode_contextual
-from .differences import pack_differences, unpack_differences
+from .differences import GAPS, pack_changes
 from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
 from .streams import StreamReader, StreamWriter
 
@@ -35,7 +34,6 @@ _SPARSE_SHARE = 4
 _CONTEXTUAL_FROM = 256
 _CONTEXTUAL_SHARE = 2
 _ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-_GAPS = struct.Struct("<I")
 
 
 def _elements(data: Bytes, width: int) -> Array:
@@ -118,10 +116,7 @@ class ChunkEncoder:
         if self._suit_contexts(positions.size, old.size, old.itemsize):
             return encode_contextual(old, positions, differences, self._streams)
         gaps = self._take_scratch(positions.size + old.size // 255 + 1)
-        gaps = gaps[: kernels.write_gaps(positions, gaps)]
-        pieces = [_GAPS.pack(gaps.size)]
-        self._streams.append(pieces, gaps)
-        pack_differences(pieces, differences, self._streams)
+        pieces = pack_changes(positions, differences, gaps, self._streams)
         return EncodedChunk(Encoding.SPARSE, positions.size, b"".join(pieces))
 
     def change_at(self, old: Bytes, new: Bytes, positions: Positions, *, width: int) -> EncodedChunk | None:
@@ -204,12 +199,12 @@ class ChunkDecoder:
 
     @staticmethod
     def _apply_sparse(elements: Array, reader: StreamReader, changed: int, inverse: bool) -> None:
-        (gaps_size,) = _GAPS.unpack(reader.take(_GAPS.size))
+        (gaps_size,) = GAPS.unpack(reader.take(GAPS.size))
         if not changed <= gaps_size <= changed + elements.size // 255:
             raise DamagedChunk(f"it has {gaps_size} gap bytes for {changed} changes")
-        gaps = reader.next(gaps_size)
-        differences = unpack_differences(reader, changed, elements.dtype)
-        if kernels.apply_sparse(elements, gaps, differences, inverse):
+        gaps, signs = reader.next(gaps_size), reader.next((changed + 7) // 8)
+        planes = reader.next_planes(elements.itemsize, changed)
+        if kernels.apply_sparse(elements, gaps, signs, planes, inverse):
             raise DamagedChunk("its gaps lead outside the chunk, or do not fit the number of changes")
 
     @staticmethod

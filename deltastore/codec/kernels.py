@@ -1,5 +1,8 @@
 """The hot loops, compiled by numba, without the GIL.
 
+Letting go of the GIL and waiting for it again costs two threads more than a short loop does: what is done to a few
+kilobytes in a row is one kernel.
+
 Each kernel takes one chunk as unsigned integers of the element width (uint8, uint16, uint32 or uint64) and is linear in
 its length. Inputs are read-only arrays, outputs writable ones that the caller made large enough; the decoding kernel
 whose input holds positions checks each of them and answers with a status instead of touching anything outside.
@@ -37,11 +40,11 @@ __all__ = [
     "join_zeros",
     "list_changes",
     "list_lanes",
-    "list_nonzero",
     "sample_bits",
+    "set_apart",
+    "split_changes",
     "split_differences",
     "split_planes",
-    "write_gaps",
     "zigzag_planes",
 ]
 
@@ -142,11 +145,19 @@ def list_changes(old: Array, new: Array, positions: Array) -> int:
 
 
 @jit
-def write_gaps(positions: Array, gaps: Array) -> int:
-    """Write the gap stream of ``positions`` (int32, ascending) and return its length.
+def count_zeros(raw: Array) -> int:
+    """Count the zeros of a uint8 stream."""
+    zeros = 0
+    whole = raw.size - raw.size % BYTES
+    for start in range(0, whole, BYTES):
+        zeros += count_bits(equal_bytes(raw, start, 0))
+    for i in range(whole, raw.size):
+        zeros += raw[i] == 0
+    return zeros
 
-    ``gaps``: uint8 (positions + last position // 255 + 1,).
-    """
+
+@jit_step
+def _write_gaps(positions: Array, gaps: Array) -> int:
     length = 0
     following = 0
     for j in range(positions.size):
@@ -175,30 +186,58 @@ def split_planes(values: Array, planes: Array) -> None:
     _split_planes(values, planes)
 
 
-@jit
-def split_differences(differences: Array, signs: Array, planes: Array) -> None:
-    """Take differences (none of them zero) apart.
-
-    ``signs``: uint8, one a difference, 1 where it is negative; ``planes``: uint8 (width, differences), of the
-    magnitudes less one.
-    """
+@jit_step
+def _split_differences(differences: Array, signs: Array, planes: Array) -> None:
     kind = differences.dtype.type
     top = 8 * differences.itemsize - 1
     magnitudes = np.empty(BLOCK, differences.dtype)
+    negatives = np.zeros(BLOCK, np.uint8)
     for start in range(0, differences.size, BLOCK):
         # Slices, not start + i: LLVM turns a loop into vectors only where it sees that no index is negative.
         piece = differences[start : start + BLOCK]
-        negatives = signs[start : start + BLOCK]
         for i in range(piece.size):
             negative = kind(piece[i] >> top)
             ones = kind(kind(0) - negative)
             magnitudes[i] = kind(kind(kind(piece[i] ^ ones) + negative) - kind(1))
             negatives[i] = np.uint8(negative)
+        negatives[piece.size :] = 0
+        packed = signs[start >> 3 : (start + BLOCK) >> 3]
+        for byte in range(packed.size):
+            flags = np.uint8(0)
+            for bit in range(8):
+                flags |= np.uint8(negatives[8 * byte + bit] << bit)
+            packed[byte] = flags
         _split_planes(magnitudes[: piece.size], planes[:, start : start + BLOCK])
 
 
+@jit
+def split_differences(differences: Array, signs: Array, planes: Array, zeros: Array) -> None:
+    """Take differences (none of them zero) apart, and count the zeros of each stream.
+
+    ``signs``: uint8, one bit a difference, set where it is negative; ``planes``: uint8 (width, differences), of the
+    magnitudes less one; ``zeros``: int64 (1 + width,), of the signs and of each plane.
+    """
+    _split_differences(differences, signs, planes)
+    zeros[0] = count_zeros(signs)
+    for plane in range(differences.itemsize):
+        zeros[1 + plane] = count_zeros(planes[plane])
+
+
+@jit
+def split_changes(positions: Array, differences: Array, gaps: Array, signs: Array, planes: Array, zeros: Array) -> int:
+    """Write the gap stream of ``positions`` (int32, ascending), and take ``differences`` apart; returns its length.
+
+    ``gaps``: uint8 (positions + last position // 255 + 1,); ``zeros``: int64 (2 + width,), of the gaps too, which come
+    first. All else is as for ``split_differences``.
+    """
+    length: int = _write_gaps(positions, gaps)
+    zeros[0] = count_zeros(gaps[:length])
+    split_differences(differences, signs, planes, zeros[1:])
+    return length
+
+
 @jit_step
-def _join_planes(out: Array, planes: Array) -> None:
+def _join_planes(out: Array, planes: tuple[Array, ...]) -> None:
     row = planes[0]
     for i in range(out.size):
         out[i] = row[i]
@@ -209,28 +248,30 @@ def _join_planes(out: Array, planes: Array) -> None:
 
 
 @jit
-def join_planes(out: Array, planes: Array) -> None:
-    """Build all values from their byte planes: uint8 (width, elements)."""
+def join_planes(out: Array, planes: tuple[Array, ...]) -> None:
+    """Build all values from their byte planes: uint8 of as many bytes as there are elements, one a byte of width."""
     _join_planes(out, planes)
 
 
 @jit
-def join_differences(signs: Array, planes: Array, differences: Array) -> None:
-    """Put differences together again from ``signs``, one byte a difference, and ``planes``."""
+def join_differences(signs: Array, planes: tuple[Array, ...], differences: Array) -> None:
+    """Put differences together again from ``signs``, one bit a difference, and ``planes``."""
     kind = differences.dtype.type
     _join_planes(differences, planes)
     for i in range(differences.size):
-        negative = kind(signs[i])
+        negative = kind((signs[i >> 3] >> (i & 7)) & 1)
         differences[i] = kind(kind(kind(differences[i] + kind(1)) ^ kind(kind(0) - negative)) + negative)
 
 
 @jit
-def apply_sparse(out: Array, gaps: Array, differences: Array, inverse: bool) -> int:
-    """Add differences to ``out`` (or take them away) where the gaps lead.
+def apply_sparse(out: Array, gaps: Array, signs: Array, planes: tuple[Array, ...], inverse: bool) -> int:
+    """Add differences to ``out`` (or take them away) where the gaps lead. ``signs``, ``planes``: the differences.
 
     Returns 0, or what is wrong: 1: a position outside the chunk; 2: gaps and differences differ in number, or the last
     gap does not end.
     """
+    differences = np.empty(planes[0].size, out.dtype)
+    join_differences(signs, planes, differences)
     found = 0
     position = 0
     for j in range(gaps.size):
@@ -281,25 +322,24 @@ def add_zigzag(out: Array, differences: Array, inverse: bool) -> None:
 
 
 @jit
-def count_zeros(raw: Array) -> int:
-    """Count the zeros of a uint8 stream."""
-    zeros = 0
+def set_apart(raw: Array, flags: Array, values: Array) -> None:
+    """Tell which bytes of a uint8 stream are not zero, one bit a byte, and list those bytes in order."""
+    found = 0
     whole = raw.size - raw.size % BYTES
     for start in range(0, whole, BYTES):
-        zeros += count_bits(equal_bytes(raw, start, 0))
+        others = ~equal_bytes(raw, start, 0)
+        for byte in range(8):
+            flags[(start >> 3) + byte] = np.uint8((others >> np.uint64(8 * byte)) & np.uint64(255))
+        while others:
+            values[found] = raw[start + lowest_bit(others)]
+            found += 1
+            others &= others - np.uint64(1)
+    flags[whole >> 3 :] = 0
     for i in range(whole, raw.size):
-        zeros += raw[i] == 0
-    return zeros
-
-
-@jit
-def list_nonzero(raw: Array, values: Array) -> None:
-    """Copy the bytes that are not zero, in order. ``values``: uint8, one longer than they are many."""
-    found = 0
-    for i in range(raw.size):
-        # Written in any case, and passed over if it was a zero: no branch to guess.
-        values[found] = raw[i]
-        found += raw[i] != 0
+        if raw[i]:
+            flags[i >> 3] |= np.uint8(1 << (i & 7))
+            values[found] = raw[i]
+            found += 1
 
 
 @jit

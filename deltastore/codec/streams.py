@@ -51,9 +51,13 @@ class StreamWriter:
     def __init__(self) -> None:
         self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False, write_content_size=True)
 
-    def append(self, pieces: list[bytes], raw: Bytes) -> None:
-        """Append the stream of ``raw`` (uint8, one-dimensional, contiguous) to ``pieces`` in a short form."""
-        zeros = kernels.count_zeros(raw)
+    def append(self, pieces: list[bytes], raw: Bytes, *, zeros: int | None = None) -> None:
+        """Append the stream of ``raw`` (uint8, one-dimensional, contiguous) to ``pieces`` in a short form.
+
+        ``zeros``: how many of its bytes are zero, where that is known.
+        """
+        if zeros is None:
+            zeros = kernels.count_zeros(raw)
         if zeros < raw.size and raw.size >= _APART_FROM and zeros >= _APART_SHARE * raw.size:
             self._append_apart(pieces, raw, raw.size - zeros)
         else:
@@ -64,11 +68,11 @@ class StreamWriter:
         self._append_whole(pieces, raw, kernels.count_zeros(raw))
 
     def _append_apart(self, pieces: list[bytes], raw: Bytes, others: int) -> None:
-        flags, values = np.packbits(raw != 0, bitorder="little"), np.empty(others + 1, np.uint8)
-        kernels.list_nonzero(raw, values)
+        flags, values = np.empty((raw.size + 7) // 8, np.uint8), np.empty(others, np.uint8)
+        kernels.set_apart(raw, flags, values)
         inner: list[bytes] = []
         self._append_whole(inner, flags, 0)
-        self._append_whole(inner, values[:others], 0)
+        self._append_whole(inner, values, 0)
         pieces += (_HEAD.pack(APART, sum(map(len, inner))), *inner)
 
     def _append_whole(self, pieces: list[bytes], raw: Bytes, zeros: int) -> None:
@@ -143,12 +147,9 @@ class StreamReader:
         raw.flags.writeable = False
         return raw
 
-    def next_planes(self, planes: int, size: int) -> Bytes:
-        """Return the next ``planes`` streams of ``size`` bytes each as uint8 of shape (planes, size)."""
-        rows = np.empty((planes, size), np.uint8)
-        for row in rows:
-            row[:] = self.next(size)
-        return rows
+    def next_planes(self, planes: int, size: int) -> tuple[Bytes, ...]:
+        """Return the next ``planes`` streams of ``size`` bytes each."""
+        return tuple([self.next(size) for _ in range(planes)])
 
     def _inflate(self, frame: memoryview, raw_size: int) -> bytes:
         # The declared size is checked first: the library allocates what the frame declares, whatever limit it is given.

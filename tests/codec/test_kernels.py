@@ -78,18 +78,19 @@ def extract(old: np.ndarray, new: np.ndarray, changed: int) -> tuple[bytes, byte
     assert kernels.list_changes(old, new, listed) == changed
     assert (listed[:changed] == positions[:changed]).all()
     gaps, gaps_buffer = guarded((changed + old.size // 255 + 1,), np.dtype(np.uint8))
-    length = kernels.write_gaps(frozen(positions[:changed]), gaps)
-    signs, signs_buffer = guarded((changed,), np.dtype(np.uint8))
+    signs, signs_buffer = guarded(((changed + 7) // 8,), np.dtype(np.uint8))
     planes, planes_buffer = guarded((old.itemsize, changed), np.dtype(np.uint8))
-    kernels.split_differences(frozen(differences[:changed]), signs, planes)
+    zeros, zeros_buffer = guarded((2 + old.itemsize,), np.dtype(np.int64))
+    lists = frozen(positions[:changed]), frozen(differences[:changed])
+    length = kernels.split_changes(*lists, gaps, signs, planes, zeros)
+    assert zeros.tolist() == [(stream == 0).sum() for stream in (gaps[:length], signs, *planes)]
     joined, joined_buffer = guarded((changed,), old.dtype)
-    kernels.join_differences(signs, planes, joined)
+    kernels.join_differences(frozen(signs), tuple(map(frozen, planes)), joined)
     assert (joined == differences[:changed]).all()
     buffers = (positions_buffer, differences_buffer, kept_buffer, listed_buffer, gaps_buffer)
-    for buffer in (*buffers, signs_buffer, planes_buffer, joined_buffer):
+    for buffer in (*buffers, signs_buffer, planes_buffer, zeros_buffer, joined_buffer):
         assert_guards_hold(buffer)
-    packed = np.packbits(signs, bitorder="little").tobytes()
-    return gaps[:length].tobytes(), packed, [plane.tobytes() for plane in planes]
+    return gaps[:length].tobytes(), signs.tobytes(), [plane.tobytes() for plane in planes]
 
 
 def room(old: np.ndarray, limit: int) -> int:
@@ -143,12 +144,8 @@ def apply(old: bytes, streams: tuple[bytes, bytes, list[bytes]], width: int, *, 
     gaps, signs, planes = streams
     out, buffer = guarded((len(old) // width,), np.dtype(f"<u{width}"))
     out[:] = read_only(old, width)
-    table = np.array([list(plane) for plane in planes], np.uint8).reshape(width, len(planes[0]))
-    flags = np.unpackbits(read_only(signs, 1), count=table.shape[1], bitorder="little")
-    differences, differences_buffer = guarded((table.shape[1],), out.dtype)
-    kernels.join_differences(flags, table, differences)
-    assert_guards_hold(differences_buffer)
-    status = kernels.apply_sparse(out, read_only(gaps, 1), frozen(differences), inverse)
+    table = tuple(read_only(plane, 1) for plane in planes)
+    status = kernels.apply_sparse(out, read_only(gaps, 1), read_only(signs, 1), table, inverse)
     assert_guards_hold(buffer)
     return status, out.tobytes()
 
@@ -300,7 +297,7 @@ def test_planes_are_the_bytes_of_the_values_in_order_and_join_again(pair: tuple[
     assert_guards_hold(planes_buffer)
     assert [plane.tobytes() for plane in planes] == [data[plane::width] for plane in range(width)]
     out, buffer = guarded((elements,), np.dtype(f"<u{width}"))
-    kernels.join_planes(out, planes)
+    kernels.join_planes(out, tuple(map(frozen, planes)))
     assert_guards_hold(buffer)
     assert out.tobytes() == data
 
@@ -312,17 +309,18 @@ def test_zeros_go_apart_and_come_back(data: bytes, share: float, seed: int) -> N
     others = [byte for byte in raw.tolist() if byte]
     assert kernels.count_zeros(raw) == len(data) - len(others)
     values, values_buffer = guarded((len(others) + 1,), np.dtype(np.uint8))
-    kernels.list_nonzero(raw, values)
+    flags, flags_buffer = guarded(((len(data) + 7) // 8,), np.dtype(np.uint8))
+    kernels.set_apart(raw, flags, values[:-1])
     assert values[:-1].tolist() == others
-    flags = np.packbits(raw != 0, bitorder="little")
+    assert (flags == np.packbits(raw != 0, bitorder="little")).all()
     if flags.size:
         flags[-1] |= 255 << (len(data) - 8 * (flags.size - 1)) & 255  # spare bits mean nothing
     assert kernels.count_flags(frozen(flags), raw.size) == len(others)
     out, out_buffer = guarded(raw.shape, np.dtype(np.uint8))
     kernels.join_zeros(frozen(flags), values, out)
     assert (out == raw).all()
-    assert_guards_hold(values_buffer)
-    assert_guards_hold(out_buffer)
+    for buffer in (values_buffer, flags_buffer, out_buffer):
+        assert_guards_hold(buffer)
 
 
 def test_the_sample_tells_random_bytes_from_others() -> None:

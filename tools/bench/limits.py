@@ -11,6 +11,7 @@ from xxhash import xxh3_128_digest
 
 from deltastore.materialize import write_all
 
+from .crew import Crew
 from .report import Column, Section, rate, text
 from .timing import gigabytes, medians
 
@@ -34,24 +35,36 @@ def _read_both(one: Any, other: Any) -> Any:
 
 
 def limits(settings: Settings) -> dict[str, float]:
-    """Return GB/s on one thread.
+    """Return GB/s, on one thread except where told.
 
     ``memcpy`` counts the bytes copied; ``two_stream_read`` the bytes of one of two arrays that are read side by side,
-    as a comparison does; ``xxh3`` the bytes hashed; ``disk_write`` the bytes written in order and made durable.
+    as a comparison does; ``xxh3`` the bytes hashed; ``disk_write`` the bytes written in order and made durable. Those
+    with ``_all`` are of one thread a core together.
     """
     size = 32 << 20 if settings.quick else 256 << 20
     one, other = np.full(size, 1, np.uint8), np.full(size, 2, np.uint8)
     words = one.view(np.uint64), other.view(np.uint64)
-    found = medians(
-        {
-            "memcpy": lambda: np.copyto(one, other),
-            "two_stream_read": lambda: _read_both(*words),
-            "xxh3": lambda: xxh3_128_digest(one.data),
-            "disk_write": lambda: _write(settings.directory / "limit", one),
-        },
-        rounds=settings.rounds,
-    )
+    threads = max(settings.threads)
+    shares = [slice(start, start + _PIECE) for start in range(0, size, _PIECE)]
+    with Crew(threads) as crew:
+        found = medians(
+            {
+                "memcpy": lambda: np.copyto(one, other),
+                "memcpy_all": lambda: crew.map(lambda share: np.copyto(one[share], other[share]), shares),
+                "two_stream_read": lambda: _read_both(*words),
+                "two_stream_read_all": lambda: crew.map(lambda share: _read_both(*_of(words, share)), shares),
+                "xxh3": lambda: xxh3_128_digest(one.data),
+                "disk_write": lambda: _write(settings.directory / "limit", one),
+            },
+            rounds=settings.rounds,
+        )
     return {name: gigabytes(size, elapsed) for name, elapsed in found.items()}
+
+
+def _of(words: tuple[Any, Any], share: slice) -> tuple[Any, Any]:
+    """Return the words of a slice of bytes."""
+    part = slice(share.start // 8, share.stop // 8)
+    return words[0][part], words[1][part]
 
 
 def _write(path: Path, data: np.ndarray[Any, Any]) -> None:
@@ -67,6 +80,6 @@ def _write(path: Path, data: np.ndarray[Any, Any]) -> None:
 
 def limits_section(found: dict[str, float]) -> Section:
     """Return the table of the limits."""
-    columns = (Column("limit of the machine, one thread", "limit", text), Column("GB/s", "gbps", rate))
+    columns = (Column("limit of the machine", "limit", text), Column("GB/s", "gbps", rate))
     rows = [{"limit": name, "gbps": value} for name, value in found.items()]
     return Section("limits", "Physical limits", columns, rows)
