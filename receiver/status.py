@@ -75,7 +75,7 @@ class Status:
         self._stage_bytes: dict[str, int] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
-        self._activates = "idle"
+        self.activation: State = "idle"
         self.latched: str | None = None
         self._scrub: dict[str, Any] = {"passed_at": None, "chunk": 0, "chunks": None}
         self._repair: dict[str, Any] | None = None
@@ -126,7 +126,7 @@ class Status:
 
     def activates(self, state: State) -> None:
         """Note how far an activation is."""
-        self._activates = state
+        self.activation = state
 
     def activated(self, activation: Activation, *, nbytes: int) -> None:
         """Note how an activation ended, of a version of so many bytes."""
@@ -140,13 +140,13 @@ class Status:
             "probe": None if probe is None else {"logprobs": probe.logprobs, "tokens": probe.tokens},
             "at": now(),
         }
-        if "load" in activation.stages:
-            self._stage_bytes = {**self._stage_bytes, "load": nbytes}
-            self._metrics.worked("load", nbytes)
         if activation.outcome == "latched":
             self.latched = str(activation.error)
         elif activation.outcome in ("activated", "rolled-back", "lost"):
             self.latched = None
+        if "load" in activation.stages:
+            self._stage_bytes = {**self._stage_bytes, "load": nbytes}
+            self._metrics.worked("load", nbytes)
         self._observe(activation.stages, before=self._stages)
 
     def first_tokens(self, seconds: float) -> None:
@@ -223,7 +223,7 @@ class Status:
             "receiver_id": self.receiver_id,
             "group": self.group,
             "state": self.state,
-            "activation": self._activates,
+            "activation": self.activation,
             "latched": self.latched,
             "ready": self.ready,
             "version": self.version,
