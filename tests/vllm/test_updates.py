@@ -227,7 +227,7 @@ def test_a_receiver_killed_between_pause_and_resume_is_made_good_by_the_next_one
 def test_int8_weights_that_cannot_be_reloaded_are_caught_by_the_probe(
     start_vllm, states, tmp_path, commands, extension
 ):
-    """The server reloads them with success, and every log-probability is NaN from then on."""
+    """The server reloads them with success; from then on every token is as likely as every other, or all is NaN."""
     made = [tiny_llama.int8_state(state) for state in states]
     base = tiny_llama.write_checkpoint(tmp_path / "base", made[0], tiny_llama.INT8_CONFIG)
     with start_vllm(base, *(EXTENSION if extension else ())) as server:
@@ -239,6 +239,7 @@ def test_int8_weights_that_cannot_be_reloaded_are_caught_by_the_probe(
         training.until(lambda: (receiver.status()["last_activation"] or {}).get("outcome") == "latched", seconds=120)
         record = receiver.status()
         assert not record["ready"]
-        assert "not finite" in record["error"]["message"]
+        # Which of the two depends on what lies in memory.
+        assert "not finite" in record["error"]["message"] or "the same log-prob" in record["error"]["message"]
         assert httpx.get(f"{server.url}/is_paused", trust_env=False).json() == {"is_paused": True}
         commands.end_all()
