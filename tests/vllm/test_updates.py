@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -200,6 +201,22 @@ def test_a_kept_request_goes_on_as_a_fresh_server_would_from_there(run, server, 
     tokens, logprobs = complete(fresh.url, [*PROMPTS[0], *stream.tokens[:differing]], 900 - differing)
     assert stream.tokens[differing:] == tokens
     assert stream.logprobs[differing:] == pytest.approx(logprobs, abs=0.05)
+    receiver.end()
+
+
+def test_spans_name_the_versions_that_a_kept_request_was_made_with(run, server):
+    receiver = run.follow("--in-flight", "keep")
+    receiver.ready(1)
+    sampling = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
+    body = {"token_ids": list(PROMPTS[0]), "sampling_params": sampling}
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, trust_env=False, timeout=120) as client:
+        asked = pool.submit(client.post, "/inference/v1/generate", json=body)
+        training.until(lambda: 'num_requests_running{engine="0",model_name="m"} 1' in client.get("/metrics").text)
+        run.publish()
+        receiver.ready(2)
+        spans = asked.result().raise_for_status().json()["choices"][0]["weight_versions"]
+    assert [span["version"] for span in spans] == [run.label(1), run.label(2)]
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 900)
     receiver.end()
 
 
