@@ -23,6 +23,9 @@ LEAST_CHANGE = 1e-4
 #: In nats: more than kernels, batches and compilation make of the same weights (0.03 was seen), less than others would.
 _AGREES_WITHIN = 0.1
 _MAX_BYTES = 1 << 24
+#: So many positions never agree by chance; above so many nats a model may well be sure of each.
+_FEW = 4
+_SURE = -1.0
 
 
 class Expected(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +68,20 @@ def check_finite(probe: Probe, label: str) -> None:
         )
 
 
+def _check_varied(probe: Probe, label: str) -> None:
+    """Raise ``EngineError`` where every token is as likely as the next one at every position: no model says that.
+
+    Weights whose scales were lost give it, or NaN, depending on what lies in memory. Certainty is no such case.
+    """
+    values = set(probe.logprobs)
+    if len(probe.logprobs) >= _FEW and len(values) == 1 and max(values) < _SURE:
+        raise EngineError(
+            f"the probe gives the same log-probability {max(values):.4f} at each of its positions at {label}",
+            key=label,
+            hint="a fresh start of the engine on that version: if that is right, it cannot reload this model.",
+        )
+
+
 def agree(one: Probe, other: Probe) -> bool:
     """Tell whether two probes may well be of the same weights; after another token they tell nothing any more."""
     if len(one.logprobs) != len(other.logprobs):
@@ -94,6 +111,8 @@ def judge(
     wanted = expected.get(weights.label) or expected.get(str(weights.version))
     if wanted is not None:
         _compare(probe, weights.label, wanted)
+    else:
+        _check_varied(probe, weights.label)
     if before is None or differs(probe, before):
         return None
     told = f"the probe at {weights.label} is exactly what it was before"

@@ -33,6 +33,16 @@ def test_a_probe_that_is_not_finite_is_never_right(value):
         judged(Probe(()))
 
 
+def test_a_probe_that_is_the_same_everywhere_is_of_weights_that_say_nothing():
+    uniform = -math.log(4096)
+    with pytest.raises(EngineError, match=r"same log-probability -8\.3178 at each of its positions at s/7"):
+        judged(Probe((uniform,) * 8))
+    assert judged(Probe((0.0,) * 8)) is None
+    assert judged(Probe((uniform,) * 3)) is None
+    assert judged(Probe((uniform,) * 7 + (-8.0,))) is None
+    assert judged(Probe((uniform,) * 8), expected={"7": Expected((uniform,) * 8)}) is None
+
+
 def test_a_probe_has_to_change_if_enough_of_the_weights_did():
     assert judged(GOOD, before=OTHER, changed=1.0) is None
     with pytest.raises(EngineError, match=r"exactly what it was before, though 1\.000% of the elements changed"):

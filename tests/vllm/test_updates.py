@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -203,6 +204,22 @@ def test_a_kept_request_goes_on_as_a_fresh_server_would_from_there(run, server, 
     receiver.end()
 
 
+def test_spans_name_the_versions_that_a_kept_request_was_made_with(run, server):
+    receiver = run.follow("--in-flight", "keep")
+    receiver.ready(1)
+    sampling = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
+    body = {"token_ids": list(PROMPTS[0]), "sampling_params": sampling}
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, trust_env=False, timeout=120) as client:
+        asked = pool.submit(client.post, "/inference/v1/generate", json=body)
+        training.until(lambda: 'num_requests_running{engine="0",model_name="m"} 1' in client.get("/metrics").text)
+        run.publish()
+        receiver.ready(2)
+        spans = asked.result().raise_for_status().json()["choices"][0]["weight_versions"]
+    assert [span["version"] for span in spans] == [run.label(1), run.label(2)]
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 900)
+    receiver.end()
+
+
 def test_a_receiver_killed_between_pause_and_resume_is_made_good_by_the_next_one(run, server, fresh):
     receiver = run.follow("--in-flight", "keep")
     receiver.ready(1)
@@ -227,7 +244,7 @@ def test_a_receiver_killed_between_pause_and_resume_is_made_good_by_the_next_one
 def test_int8_weights_that_cannot_be_reloaded_are_caught_by_the_probe(
     start_vllm, states, tmp_path, commands, extension
 ):
-    """The server reloads them with success, and every log-probability is NaN from then on."""
+    """The server reloads them with success; from then on every token is as likely as every other, or all is NaN."""
     made = [tiny_llama.int8_state(state) for state in states]
     base = tiny_llama.write_checkpoint(tmp_path / "base", made[0], tiny_llama.INT8_CONFIG)
     with start_vllm(base, *(EXTENSION if extension else ())) as server:
@@ -239,6 +256,7 @@ def test_int8_weights_that_cannot_be_reloaded_are_caught_by_the_probe(
         training.until(lambda: (receiver.status()["last_activation"] or {}).get("outcome") == "latched", seconds=120)
         record = receiver.status()
         assert not record["ready"]
-        assert "not finite" in record["error"]["message"]
+        # Which of the two depends on what lies in memory.
+        assert "not finite" in record["error"]["message"] or "the same log-prob" in record["error"]["message"]
         assert httpx.get(f"{server.url}/is_paused", trust_env=False).json() == {"is_paused": True}
         commands.end_all()

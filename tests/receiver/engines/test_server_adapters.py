@@ -152,6 +152,18 @@ def test_connections_that_were_closed_while_idle_are_no_failure(server, engine, 
     assert engine.info().version == "s/1"
 
 
+def test_a_connection_that_is_closed_just_when_it_is_used_again_is_no_failure_and_a_new_one_is(server, engine, kind):
+    asked = {"vllm": "/weight_info", "sglang": "/get_model_info"}[kind]
+    reset = EngineFault(path=asked, kind=EngineFaultKind.RESET)
+    server.add(reset)
+    with pytest.raises(EngineError, match=f"{asked} failed"):
+        engine.info()
+    before = engine.info()
+    server.add(reset)
+    assert engine.info() == before
+    assert server.remaining == 0
+
+
 def test_a_restart_is_another_incarnation_without_a_version(server, engine, checkpoints):
     activate(engine, checkpoints[1], "s/1")
     before = engine.info()
