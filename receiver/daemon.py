@@ -495,9 +495,10 @@ class Receiver:
     def _patch(self, wanted: Manifest) -> Manifest:
         """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
         self._status.enter("patching")
-        patched = self._priority.run(
-            lambda: self._patcher.move_to(wanted, newest=lambda: self._wanted() or wanted), leave=self.stop
-        )
+        with self._serving.preparing():
+            patched = self._priority.run(
+                lambda: self._patcher.move_to(wanted, newest=lambda: self._wanted() or wanted), leave=self.stop
+            )
         self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)
         tell(

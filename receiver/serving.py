@@ -146,6 +146,18 @@ class Serving:
             before = result.probe
         tell("self-test", f"The engine reloads {weights.label} as it was.", version=weights.version)
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Note that a version is put in place meanwhile; what the engine serves stays as it is."""
+        before = self._status.activation
+        self._status.activates("preparing")
+        try:
+            yield
+        except BaseException:
+            self._status.activates(before)
+            raise
+        self._status.activates("prepared")
+
     def doubt(self) -> None:
         """Believe nothing of what the engine serves until it confirms again."""
         self._confirmed = self._status.serving = None

@@ -73,7 +73,7 @@ class Status:
         self._stages: dict[str, float] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
-        self._activates = "idle"
+        self.activation: State = "idle"
         self.latched: str | None = None
         self._scrub: dict[str, Any] = {"passed_at": None, "chunk": 0, "chunks": None}
         self._repair: dict[str, Any] | None = None
@@ -120,7 +120,7 @@ class Status:
 
     def activates(self, state: State) -> None:
         """Note how far an activation is."""
-        self._activates = state
+        self.activation = state
 
     def activated(self, activation: Activation) -> None:
         """Note how an activation ended."""
@@ -213,7 +213,7 @@ class Status:
             "receiver_id": self.receiver_id,
             "group": self.group,
             "state": self.state,
-            "activation": self._activates,
+            "activation": self.activation,
             "latched": self.latched,
             "ready": self.ready,
             "version": self.version,
