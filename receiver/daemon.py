@@ -456,7 +456,7 @@ class Receiver:
             return None
         started = time.perf_counter()
         self._in_touch = False
-        wanted = self._wanted()
+        wanted = self._follower.wanted() if control.paused else self._wanted()  # who is paused begins nothing
         self._in_touch = True
         self._status.polled(time.perf_counter() - started)
         self._waiting = wanted is None

@@ -357,6 +357,8 @@ class Group:
     def _find(self) -> Round:
         number = self._objects.newest()
         wanted = self._objects.wanted(number) if number else None
+        if number and wanted is None:
+            raise StorageError(f"Round {number} of {self._name} was listed, and is not there.", key=self._name)
         return Round(number, wanted.served, wanted.failed) if wanted is not None else Round(1)
 
     def _look(self, *, closely: bool) -> Round:

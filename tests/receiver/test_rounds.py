@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import training
 
 from deltastore import Writer
-from deltastore.errors import UsageError
+from deltastore.errors import StorageError, UsageError
 from deltastore.reader import store_at
 from deltastore.storage.local import LocalBackend
+from deltastore.testing import FaultKind, FaultyBackend, RandomFaults
 from receiver.activation import Weights
 from receiver.rounds import Group
 
@@ -74,7 +76,8 @@ class One:
     def follow(self, target, **options):
         try:
             while True:
-                self.go_to(target(), **options)
+                with suppress(StorageError):  # the daemon begins the pass anew
+                    self.go_to(target(), **options)
                 self.wait(0.01)
         except Ended:
             pass
@@ -168,3 +171,17 @@ def test_an_engine_that_lost_its_weights_is_loaded_again_together_with_the_other
     members[1].serving = None
     training.until(lambda: all(member.serving == 1 for member in members))
     assert members[0].group._objects.newest() == number + 1
+
+
+def test_members_whose_store_loses_answers_agree_all_the_same(store, running):
+    target, members = SimpleNamespace(version=1), []
+    for seed, name in enumerate("abc"):
+        chance = RandomFaults(seed=seed, share=0.05, kinds=[FaultKind.LOSE_ANSWER, FaultKind.RESET, FaultKind.BUSY])
+        member = One(store, name)
+        members.append(member)
+        running(member, lambda: target.version)
+        backend = FaultyBackend(LocalBackend(store), chance=chance)
+        member.group._objects._backend = member.group._ledger._backend = backend
+    for version in (1, 2, 0, 1, 2):
+        target.version = version
+        training.until(lambda: [member.serving for member in members] == [target.version] * 3, seconds=60)

@@ -234,3 +234,25 @@ def test_waiting_is_one_small_read_a_pass(store):
         before = len(backend.calls)
         assert not waits.concerns(one)
         assert [call[0] for call in backend.calls[before:]] == ["read"]
+
+
+def test_of_a_group_only_the_leader_takes_a_turn_and_a_round_called_off_gives_it_back(store):
+    fleet = Fleet(store, most=1)
+    opened, leader = fleet.rolling("leader")
+    _, follower = fleet.rolling("follower")
+    follower._leads = lambda: False
+    one = weights(opened, 1)
+    assert follower.concerns(one)
+    assert follower.may_pause(one)
+    assert fleet.holders == []
+    leader._inner = NoRound()
+    assert not leader.may_pause(one)
+    assert fleet.holders == []
+
+
+class NoRound(Solo):
+    """A group whose rounds are all called off."""
+
+    def may_pause(self, weights):
+        del weights
+        return False
