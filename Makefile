@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STORE  ?= local
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-nightly fuzz check format clean
+.PHONY: demo test test-nightly test-vllm fuzz check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m tools.demo --store $(STORE)
@@ -16,6 +16,18 @@ test: $(STAMP)
 # The same with many more rounds of kills, races and interruptions; it takes several times as long.
 test-nightly: $(STAMP)
 	DELTASTORE_THOROUGH=1 DELTASTORE_PROFILE=nightly $(BIN)/python -m pytest
+
+# The adapter for vLLM against the real thing on the CPU (2.5 GB, in an environment of its own; a quarter of an hour).
+VLLM_VENV  ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	DELTASTORE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -v --timeout 900 tests/vllm
+
+$(VLLM_STAMP): tools/vllm_environment.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python tools/vllm_environment.py
+	touch $@
 
 # At least this many random and damaged bytes through each of the decoders.
 FUZZ_BYTES ?= 10000000
@@ -40,4 +52,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

@@ -122,7 +122,11 @@ _SHARED = (
     click.option("--base", metavar="DIR", type=Path, help="A checkpoint of the stream to start from."),
     click.option("--target", default="latest", show_default=True, metavar="VERSION", help="The wanted version."),
     click.option(
-        "--engine", default="none", show_default=True, metavar="NAME", help="The kind of engine: none or torch."
+        "--engine",
+        default="none",
+        show_default=True,
+        metavar="NAME",
+        help="The kind of engine: none, torch, vllm, sglang or command.",
     ),
     click.option("--engine-url", metavar="URL", help="Where the engine listens."),
     click.option(

@@ -5,7 +5,6 @@ Importing this package imports neither torch nor httpx.
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,8 @@ def make_engine(name: str, *, url: str | None = None, options: Mapping[str, str]
 
     ``url`` is where the engine listens, for those that do. ``options`` are the adapter's own, as the
     command line gives them: ``torch`` takes ``connect-timeout``, ``request-timeout``, ``pause-timeout``,
-    ``load-timeout`` and ``confirm-timeout`` in seconds. What does not fit is a ``UsageError``.
+    ``load-timeout`` and ``confirm-timeout`` in seconds; for the others they are the fields of ``VllmOptions``,
+    ``SglangOptions`` and ``CommandOptions``, with hyphens. What does not fit is a ``UsageError``.
     """
     if name not in _ADAPTERS:
         known = ", ".join(engine_names())
@@ -46,27 +46,46 @@ def _make_none(url: str | None, options: dict[str, str]) -> Engine:
 
 
 def _make_torch(url: str | None, options: dict[str, str]) -> Engine:
+    from receiver.engines.options import seconds  # noqa: PLC0415 (as above)
     from receiver.engines.torch_server import Timeouts, TorchServerEngine  # noqa: PLC0415 (as above)
 
-    if url is None:
-        raise UsageError("engine torch needs a URL", key="torch", hint="--engine-url http://127.0.0.1:PORT.")
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"engine URL {url!r} is not HTTP", key=url, hint="http://127.0.0.1:PORT.")
+    url = _checked_url("torch", url)
     names = {f"{field.name}-timeout": field.name for field in fields(Timeouts)}
     _refuse_unknown("torch", options, tuple(names))
     return TorchServerEngine(
-        url, timeouts=Timeouts(**{names[key]: _seconds(key, text) for key, text in options.items()})
+        url, timeouts=Timeouts(**{names[key]: seconds(key, text) for key, text in options.items()})
     )
 
 
-def _seconds(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UsageError(f"engine option {option}={text} is not a number of seconds", key=option, hint="60.")
-    return value
+def _make_vllm(url: str | None, options: dict[str, str]) -> Engine:
+    from receiver.engines.options import parse_options  # noqa: PLC0415 (as above)
+    from receiver.engines.vllm import VllmEngine, VllmOptions  # noqa: PLC0415 (as above)
+
+    return VllmEngine(_checked_url("vllm", url), options=parse_options("vllm", VllmOptions, options))
+
+
+def _make_sglang(url: str | None, options: dict[str, str]) -> Engine:
+    from receiver.engines.options import parse_options  # noqa: PLC0415 (as above)
+    from receiver.engines.sglang import SglangEngine, SglangOptions  # noqa: PLC0415 (as above)
+
+    return SglangEngine(_checked_url("sglang", url), options=parse_options("sglang", SglangOptions, options))
+
+
+def _make_command(url: str | None, options: dict[str, str]) -> Engine:
+    from receiver.engines.command import CommandEngine, CommandOptions  # noqa: PLC0415 (as above)
+    from receiver.engines.options import parse_options  # noqa: PLC0415 (as above)
+
+    if url is not None:
+        raise UsageError("engine command has no URL", key=url, hint="its hooks as options, and no --engine-url.")
+    return CommandEngine(parse_options("command", CommandOptions, options))
+
+
+def _checked_url(engine: str, url: str | None) -> str:
+    if url is None:
+        raise UsageError(f"engine {engine} needs a URL", key=engine, hint="--engine-url http://127.0.0.1:PORT.")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"engine URL {url!r} is not HTTP", key=url, hint="http://127.0.0.1:PORT.")
+    return url
 
 
 def _refuse_unknown(engine: str, options: Mapping[str, str], known: tuple[str, ...]) -> None:
@@ -77,6 +96,9 @@ def _refuse_unknown(engine: str, options: Mapping[str, str], known: tuple[str, .
 
 
 _ADAPTERS: dict[str, Callable[[str | None, dict[str, str]], Engine]] = {
+    "command": _make_command,
     "none": _make_none,
+    "sglang": _make_sglang,
     "torch": _make_torch,
+    "vllm": _make_vllm,
 }

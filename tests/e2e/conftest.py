@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
+import torch
 import training
 from engines import Stream
 
@@ -11,6 +12,15 @@ from receiver.engines.serve import EngineApp, serve_in_thread
 from receiver.engines.torch_module import TorchModuleEngine
 from tools.demo.model import TIED
 from tools.demo.serving import build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """A tiny model's threads only wait for each other, for very long where the machine has other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

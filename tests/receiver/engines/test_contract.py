@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
 from receiver.engines import make_engine
 from receiver.engines.none import NoEngine
-from receiver.engines.serve import EngineApp, serve_in_thread
 from receiver.engines.torch_module import TorchModuleEngine
 from receiver.testing.engine_contract import EngineContract
+from receiver.testing.engine_server import EngineServer
+from receiver.testing.streams import CompletionStream
 from tools.demo.model import TIED
 from tools.demo.serving import build
+
+NO_REQUEST = {"running": False, "aborted": False}
+HOOKS = Path(__file__).with_name("hooks.py")
 
 
 class Checkpoints(EngineContract):
@@ -19,6 +27,7 @@ class Checkpoints(EngineContract):
 
 class TestNoEngine(Checkpoints):
     checks = False
+    probes = False
 
     @pytest.fixture
     def engine(self):
@@ -33,12 +42,100 @@ class TestTorchModuleEngine(Checkpoints):
         return TorchModuleEngine(model.module, scheme=scheme, mapping=TIED, probe=model.probe)
 
 
-class TestTorchServerEngine(Checkpoints):
+class Streamed(CompletionStream):
+    """A request of a few seconds, unless it is brought to its end."""
+
+    def __init__(self, server):
+        super().__init__(server.url, (5, 6, 7), most_tokens=100_000)
+        self._engine = server.engine
+        assert self.reach(1)
+
+    def finish(self):
+        for request in self._engine._requests:
+            request.most_tokens = len(request.tokens) + 5
+
+
+class OfServers(Checkpoints):
     @pytest.fixture
-    def engine(self, tiny_checkpoints):
-        model = build(tiny_checkpoints[0], "bf16")
-        served = TorchModuleEngine(model.module, mapping=TIED, probe=model.probe)
-        with serve_in_thread(EngineApp(served, model)) as url:
-            engine = make_engine("torch", url=url)
-            yield engine
-            engine.close()
+    def start_request(self, server):
+        return lambda: Streamed(server)
+
+
+@pytest.mark.parametrize("extension", ["no", "yes"])
+class TestVllmEngine(OfServers):
+    @pytest.fixture
+    def server(self, tiny_checkpoints, extension):
+        with EngineServer(tiny_checkpoints[0], kind="vllm", extension=extension == "yes") as server:
+            yield server
+
+    @pytest.fixture
+    def engine(self, server, extension):
+        engine = make_engine("vllm", url=server.url, options={"extension": extension})
+        yield engine
+        engine.close()
+
+
+class TestSglangEngine(OfServers):
+    @pytest.fixture
+    def server(self, tiny_checkpoints):
+        with EngineServer(tiny_checkpoints[0], kind="sglang") as server:
+            yield server
+
+    @pytest.fixture
+    def engine(self, server):
+        engine = make_engine("sglang", url=server.url)
+        yield engine
+        engine.close()
+
+
+class HookedRequest:
+    """The one request of tests/receiver/engines/hooks.py; only its end can be seen."""
+
+    def __init__(self, state):
+        self.tokens = []
+        self._state = state
+        self._set(running=True)
+
+    def reach(self, count, *, timeout=0.0):
+        return json.loads(self._state.read_bytes())["running"]
+
+    def finish(self):
+        self._set(running=False)
+
+    def outcome(self, *, timeout=0.0):
+        return "abort" if json.loads(self._state.read_bytes())["aborted"] else "length"
+
+    def _set(self, **what):
+        draft = self._state.with_suffix(".draft")
+        draft.write_text(json.dumps(json.loads(self._state.read_bytes()) | what))
+        draft.replace(self._state)
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["info", "remembers"])
+class TestCommandEngine(Checkpoints):
+    @pytest.fixture
+    def state(self, tmp_path):
+        state = tmp_path / "state.json"
+        state.write_text(
+            json.dumps(
+                {"incarnation": "a", "version": None, "paused": False, "weights": ""}
+                | {"running": False, "aborted": False}
+            )
+        )
+        return state
+
+    @pytest.fixture
+    def engine(self, state, asks):
+        arguments = {
+            "pause": " {in_flight}",
+            "load": " {checkpoint} {version} {keep_kv}",
+            "confirm": " {version}",
+            "resume": "",
+            "probe": "",
+        } | ({"info": ""} if asks else {})
+        hooks = {name: f"{sys.executable} -I -S {HOOKS} {state} {name}{rest}" for name, rest in arguments.items()}
+        return make_engine("command", options=hooks | {"probes-paused": "yes"})
+
+    @pytest.fixture
+    def start_request(self, state, asks):
+        return lambda: HookedRequest(state)

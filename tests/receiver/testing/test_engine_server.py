@@ -1,0 +1,232 @@
+"""The stand-in tells mixed weights and stale caches apart, and the server in front of it fails as it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from receiver.testing.engine_faults import EngineFault, EngineFaultKind
+from receiver.testing.engine_server import EngineServer
+from receiver.testing.stand_in import StandIn, expected_tokens
+from receiver.testing.streams import CompletionStream, complete
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT = (5, 6, 7)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    made = []
+    for number in (0, 1):
+        directory = tmp_path / f"v{number}"
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(bytes([number]) * 1000)
+        made.append(directory)
+    return made
+
+
+@pytest.fixture
+def server(checkpoints):
+    with EngineServer(checkpoints[0], kind="vllm") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
+        yield client
+
+
+def tokens(made):
+    return [token.token for token in made]
+
+
+def reload(client, checkpoint):
+    return client.post(
+        "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+    )
+
+
+def test_a_completion_is_what_a_fresh_engine_makes(server, checkpoints):
+    wanted = expected_tokens(checkpoints[0], PROMPT, 20)
+    assert complete(server.url, PROMPT, 20) == (tokens(wanted), [token.logprob for token in wanted])
+    stream = CompletionStream(server.url, PROMPT, most_tokens=20)
+    assert stream.outcome() == "length"
+    assert (stream.tokens, stream.logprobs) == (tokens(wanted), [token.logprob for token in wanted])
+
+
+def test_a_load_without_a_pause_shows_in_the_tokens(checkpoints):
+    engine = StandIn(checkpoints[0], seconds_per_token=0)
+    stream = engine.stream(PROMPT, 100)
+    seen = [next(stream).token for _ in range(3)]
+    engine.load(checkpoints[1])
+    seen += [token.token for token in stream]
+    old, new = (tokens(expected_tokens(checkpoint, PROMPT, 100)) for checkpoint in checkpoints)
+    assert seen[:3] == old[:3]
+    fresh = tokens(expected_tokens(checkpoints[1], [*PROMPT, *seen[:3]], 97))
+    assert seen[3:] not in (old[3:], new[3:], fresh)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_kept_request_goes_on_with_new_weights_on_its_old_cache_unless_flushed(server, client, checkpoints, flush):
+    stream = CompletionStream(server.url, PROMPT, most_tokens=400)
+    assert stream.reach(5)
+    client.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+    reload(client, checkpoints[1])
+    if flush:
+        answer = client.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        assert answer.json() == {"success": True}
+    else:
+        assert client.post("/reset_prefix_cache").json() == {"success": False}
+    held = len(server.engine._requests[0].tokens)
+    client.post("/resume")
+    assert stream.outcome() == "length"
+    assert stream.tokens[:held] == tokens(expected_tokens(checkpoints[0], PROMPT, held))
+    rest = tokens(expected_tokens(checkpoints[1], [*PROMPT, *stream.tokens[:held]], 400 - held))
+    assert (stream.tokens[held:] == rest) == flush
+
+
+def test_a_prefix_cached_before_an_update_shows_unless_it_is_dropped(server, client, checkpoints):
+    wanted = tokens(expected_tokens(checkpoints[1], PROMPT, 8))
+    complete(server.url, PROMPT, 8)
+    client.post("/pause", params={"clear_cache": "false"})
+    reload(client, checkpoints[1])
+    client.post("/resume")
+    assert complete(server.url, PROMPT, 8)[0] != wanted
+    client.post("/pause", params={"clear_cache": "true"})
+    client.post("/resume")
+    assert complete(server.url, PROMPT, 8)[0] == wanted
+
+
+def test_waiting_lets_what_runs_end_and_holds_what_is_new(server, client):
+    old = CompletionStream(server.url, PROMPT, most_tokens=300)
+    assert old.reach(1)
+    answers = []
+    pausing = threading.Thread(target=lambda: answers.append(client.post("/pause", params={"mode": "wait"}).json()))
+    pausing.start()
+    assert old.outcome() == "length"
+    pausing.join()
+    assert answers == [{"status": "paused"}]
+    new = CompletionStream(server.url, PROMPT, most_tokens=3)
+    assert not new.reach(1, timeout=0.05)
+    client.post("/resume")
+    assert new.outcome() == "length"
+
+
+def test_aborted_requests_are_told_so(server, client):
+    stream = CompletionStream(server.url, PROMPT, most_tokens=100_000)
+    assert stream.reach(3)
+    client.post("/pause", params={"mode": "abort"})
+    assert stream.outcome() == "abort"
+
+
+def test_a_load_that_stops_half_way_kills_at_the_next_forward_pass(server, client, checkpoints):
+    server.add(EngineFault(path="/collective_rpc", kind=EngineFaultKind.HALF_LOAD))
+    assert reload(client, checkpoints[1]).status_code == 500
+    assert client.get("/health").status_code == 200
+    with pytest.raises(httpx.TransportError):
+        complete(server.url, PROMPT, 3)
+    assert server.engine.dead
+
+
+def test_a_sick_reload_says_that_it_succeeded(checkpoints):
+    with EngineServer(checkpoints[0], kind="vllm", sick_after_reload=True) as server:
+        assert None not in complete(server.url, PROMPT, 3)[1]
+        with httpx.Client(base_url=server.url, trust_env=False) as client:
+            assert reload(client, checkpoints[0]).json() == {"results": [None]}
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
+            complete(server.url, PROMPT, 3)
+        stream = CompletionStream(server.url, PROMPT, most_tokens=3)
+        assert stream.outcome() == "length"
+        assert stream.logprobs == [None] * 3
+
+
+def test_a_death_breaks_streams_and_a_restart_is_another_engine(server, client):
+    first = client.get("/metrics").text
+    client.post("/update_weight_version", json={"new_version": "s/1"})
+    stream = CompletionStream(server.url, PROMPT, most_tokens=100_000)
+    assert stream.reach(1)
+    server.die()
+    assert stream.outcome() == "broken"
+    with pytest.raises(httpx.TransportError):
+        client.get("/health")
+    server.restart()
+    assert client.get("/weight_info").json() == {"weight_version": "default"}
+    assert client.get("/metrics").text != first
+
+
+BROKEN = (EngineFaultKind.RESET, EngineFaultKind.LOSE_ANSWER, EngineFaultKind.HANG, EngineFaultKind.HANG_AFTER)
+
+
+@pytest.mark.parametrize("kind", [*EngineFaultKind])
+def test_each_fault_fails_one_call_in_its_way(server, client, kind):
+    server.add(EngineFault(path="/pause", kind=kind))
+    try:
+        answer = client.post("/pause", timeout=0.3)
+    except httpx.TransportError:
+        answer = None
+    assert server.remaining == 0
+    assert (answer is None) == (kind in {*BROKEN, EngineFaultKind.DIE, EngineFaultKind.DIE_AFTER})
+    done = kind in {
+        EngineFaultKind.LOSE_ANSWER,
+        EngineFaultKind.HANG_AFTER,
+        EngineFaultKind.CLOSE_IDLE,
+        EngineFaultKind.DIE_AFTER,
+        EngineFaultKind.PAUSE_HERE,
+        EngineFaultKind.HALF_LOAD,
+    }
+    assert (server.engine.running != "all") == done
+    assert server.engine.dead == (kind in {EngineFaultKind.DIE, EngineFaultKind.DIE_AFTER})
+    assert [(call.method, call.path) for call in server.calls] == [("POST", "/pause")]
+
+
+def test_sglang_flushes_only_what_nothing_runs_on(checkpoints):
+    with (
+        EngineServer(checkpoints[0], kind="sglang") as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client,
+    ):
+        stream = CompletionStream(server.url, PROMPT, most_tokens=100_000)
+        assert stream.reach(2)
+        assert client.get("/get_load").json()[0]["num_reqs"] == 1
+        client.post("/pause_generation", json={"mode": "in_place"})
+        assert client.post("/flush_cache").status_code == 400
+        client.post("/pause_generation", json={"mode": "retract"})
+        assert client.post("/flush_cache").status_code == 200
+        update = {"model_path": str(checkpoints[1]), "weight_version": "s/1", "flush_cache": False}
+        assert client.post("/update_weights_from_disk", json=update).json()["success"]
+        assert client.get("/get_model_info").json()["weight_version"] == "s/1"
+        held = len(server.engine._requests[0].tokens)
+        client.post("/continue_generation", json={})
+        assert stream.reach(held + 10)
+        rest = tokens(expected_tokens(checkpoints[1], [*PROMPT, *stream.tokens[:held]], 10))
+        assert stream.tokens[held : held + 10] == rest
+        client.post("/pause_generation", json={"mode": "abort"})
+        assert stream.outcome() == "abort"
+        answer = client.post("/update_weights_from_disk", json={"model_path": "/nowhere"})
+        assert (answer.status_code, answer.json()["success"]) == (400, False)
+
+
+def test_as_a_process_it_says_where_it_is_and_dies_of_sigkill(checkpoints, tmp_path):
+    ready = tmp_path / "ready.json"
+    command = [sys.executable, "-m", "receiver.testing.engine_server", "--kind", "vllm", "--lifetime", "60"]
+    command += ["--checkpoint", str(checkpoints[0]), "--ready-file", str(ready)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr.readline().startswith("serving on http://127.0.0.1:")
+        told = json.loads(ready.read_bytes())
+        assert told["pid"] == process.pid
+        assert complete(told["url"], PROMPT, 3)[0] == tokens(expected_tokens(checkpoints[0], PROMPT, 3))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+        process.stderr.close()

@@ -1,0 +1,59 @@
+"""The adapters' contract against a real server. It is one server for all, brought back to its start each time."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from vllm_server import EXTENSION
+
+from receiver.engines import make_engine
+from receiver.testing.engine_contract import EngineContract
+from receiver.testing.streams import CompletionStream
+
+TOKENS = 900  # some seconds; a server has room for 1024
+
+
+@pytest.fixture(scope="module", params=["no", "yes"], ids=["stock", "extension"])
+def extension(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(start_vllm, versions, extension):
+    with start_vllm(versions[0], *(EXTENSION if extension == "yes" else ())) as server:
+        yield server
+
+
+def start_over(server, checkpoint):
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+        client.post("/pause", params={"mode": "abort"})
+        arguments = {"weights_path": str(checkpoint)}
+        client.post("/collective_rpc", json={"method": "reload_weights", "kwargs": arguments}).raise_for_status()
+        client.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
+        client.post("/resume").raise_for_status()
+
+
+class Streamed(CompletionStream):
+    def __init__(self, url):
+        super().__init__(url, (5, 6, 7), most_tokens=TOKENS)
+        assert self.reach(1)
+
+    def finish(self):
+        """Do nothing: it has so many tokens."""
+
+
+class TestVllm(EngineContract):
+    @pytest.fixture
+    def engine(self, server, versions, extension):
+        start_over(server, versions[0])
+        engine = make_engine("vllm", url=server.url, options={"extension": extension})
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def checkpoints(self, versions):
+        return versions[1:3]
+
+    @pytest.fixture
+    def start_request(self, server):
+        return lambda: Streamed(server.url)

@@ -1,0 +1,244 @@
+"""The whole way with a real vLLM: a trainer publishes, a receiver patches and reloads, and clients stream meanwhile.
+
+What is served must be what a server that is started on the version's checkpoint serves, token by token and in every
+log-probability; eager execution on one machine repeats itself exactly.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import tiny_llama
+import training
+from vllm_server import EXTENSION
+
+from deltastore import Writer, open_store
+from receiver.testing.streams import CompletionStream, complete
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPTS = ((5, 6, 7), (1000, 2000, 3000, 4000), tuple(range(100, 160)))
+PRECISIONS = {"bf16": (), "fp8": ("--quantization", "fp8_per_channel")}
+FLAVOURS = {"bf16": (), "bf16-extension": EXTENSION, "fp8-extension": EXTENSION}
+
+
+def answers(url):
+    return [complete(url, prompt, 40) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=[*FLAVOURS])
+def flavour(request):
+    return request.param
+
+
+@dataclass
+class Fresh:
+    """What servers answer that were started on versions 1 and 2; the second is still there."""
+
+    answers: dict
+    url: str
+
+
+@pytest.fixture(scope="session")
+def references(start_vllm, versions):
+    """A function that returns the fresh servers of a precision, started when they are first asked for."""
+    made = {}
+
+    def get(precision):
+        if precision not in made:
+            with start_vllm(versions[1], *PRECISIONS[precision]) as server:
+                first = answers(server.url)
+            server = stack.enter_context(start_vllm(versions[2], *PRECISIONS[precision]))
+            made[precision] = Fresh({1: first, 2: answers(server.url)}, server.url)
+            assert made[precision].answers[1] != made[precision].answers[2]
+        return made[precision]
+
+    with ExitStack() as stack:
+        yield get
+
+
+@pytest.fixture(scope="module")
+def fresh(references, flavour):
+    return references(flavour.partition("-")[0])
+
+
+@pytest.fixture(scope="module")
+def server(start_vllm, versions, flavour):
+    with start_vllm(versions[0], *PRECISIONS[flavour.partition("-")[0]], *FLAVOURS[flavour]) as server:
+        yield server
+
+
+@dataclass
+class Run:
+    """A stream of versions, and receivers that follow it."""
+
+    root: Path
+    base: Path
+    states: list
+    commands: object
+    engine_url: str
+    extension: bool
+    published: int = 0
+
+    @property
+    def store(self):
+        return self.root / "store"
+
+    def publish(self):
+        self.published += 1
+        with Writer(self.store, base=self.base if self.published == 1 else None) as writer:
+            writer.publish(self.states[self.published]).result()
+
+    def label(self, version):
+        return f"{open_store(self.store).stream_id}/{version}"
+
+    def follow(self, *options):
+        words = ["receiver", "run", "--store", self.store, "--checkpoint", self.root / "live", "--base", self.base]
+        words += ["--listen", "127.0.0.1:0", "--poll", "0.05", "--engine", "vllm", "--engine-url", self.engine_url]
+        words += ["--engine-option", f"extension={'yes' if self.extension else 'no'}", *options]
+        return Receiver(self.commands.start(*words))
+
+
+class Receiver:
+    def __init__(self, command):
+        self.command = command
+        training.until(lambda: "Listening on" in command.err or command.ends_within(0), what="a receiver")
+        self._url = command.err.partition("Listening on ")[2].partition("\n")[0].rstrip(".")
+
+    def status(self):
+        return httpx.get(f"{self._url}/status", trust_env=False, timeout=30).json()
+
+    def ready(self, version):
+        def there():
+            assert not self.command.ends_within(0), self.command.err
+            record = self.status()
+            return record["ready"] and record["serving"] == version
+
+        training.until(there, seconds=120, what=f"version {version}")
+
+    def end(self):
+        self.command.send(signal.SIGTERM)
+        assert self.command.end(60).code == 0
+
+
+@pytest.fixture
+def run(tmp_path, versions, states, commands, server, flavour):
+    made = Run(tmp_path, versions[0], states, commands, server.url, flavour.endswith("extension"))
+    made.publish()
+    yield made
+    commands.end_all()
+    httpx.post(f"{server.url}/resume", trust_env=False)
+
+
+class Traffic:
+    """Clients that stream one completion after another, until told to stop."""
+
+    def __init__(self, url, clients=3):
+        self.streams = []
+        self._url = url
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._go_on, args=(PROMPTS[number],)) for number in range(clients)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stopping = True
+        for thread in self._threads:
+            thread.join()
+
+    def _go_on(self, prompt):
+        while not self._stopping:
+            stream = CompletionStream(self._url, prompt, most_tokens=200)
+            self.streams.append(stream)
+            stream.outcome()
+
+    @property
+    def reasons(self):
+        return [stream.finish_reason for stream in self.streams]
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort", "keep"])
+def test_every_version_is_served_as_a_fresh_server_serves_it(run, server, fresh, in_flight):
+    receiver = run.follow("--in-flight", in_flight, "--drain-deadline", "60")
+    receiver.ready(1)
+    assert answers(server.url) == fresh.answers[1]
+    with Traffic(server.url) as traffic:
+        training.until(lambda: any(stream.tokens for stream in traffic.streams), seconds=60, what="tokens")
+        run.publish()
+        receiver.ready(2)
+    assert None not in traffic.reasons
+    assert "broken" not in traffic.reasons
+    assert ("abort" in traffic.reasons) == (in_flight == "abort")
+    assert answers(server.url) == fresh.answers[2]
+    assert httpx.get(f"{server.url}/weight_info", trust_env=False).json() == {"weight_version": run.label(2)}
+    record = receiver.status()["last_activation"]
+    assert record["outcome"] == "activated"
+    receiver.end()
+
+
+def test_a_kept_request_goes_on_as_a_fresh_server_would_from_there(run, server, fresh):
+    receiver = run.follow("--in-flight", "keep")
+    receiver.ready(1)
+    before = complete(server.url, PROMPTS[0], 900)
+    stream = CompletionStream(server.url, PROMPTS[0], most_tokens=900)
+    assert stream.reach(50)
+    run.publish()
+    receiver.ready(2)
+    assert stream.outcome() == "length"
+    differing = next(number for number in range(900) if stream.tokens[number] != before[0][number])
+    assert stream.logprobs[:50] == before[1][:50]
+    tokens, logprobs = complete(fresh.url, [*PROMPTS[0], *stream.tokens[:differing]], 900 - differing)
+    assert stream.tokens[differing:] == tokens
+    assert stream.logprobs[differing:] == pytest.approx(logprobs, abs=0.05)
+    receiver.end()
+
+
+def test_a_receiver_killed_between_pause_and_resume_is_made_good_by_the_next_one(run, server, fresh):
+    receiver = run.follow("--in-flight", "keep")
+    receiver.ready(1)
+    stream = CompletionStream(server.url, PROMPTS[0], most_tokens=900)
+    assert stream.reach(1)
+    run.publish()
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
+        while not client.get("/is_paused").json()["is_paused"]:
+            assert not receiver.command.ends_within(0)
+        receiver.command.send(signal.SIGKILL)
+        assert receiver.command.end().code == -signal.SIGKILL
+        assert client.get("/is_paused").json()["is_paused"], "it was resumed before the kill"
+    assert stream.finish_reason is None
+    receiver = run.follow("--in-flight", "keep")
+    receiver.ready(2)
+    assert stream.outcome() == "length"
+    assert answers(server.url) == fresh.answers[2]
+    receiver.end()
+
+
+@pytest.mark.parametrize("extension", [False, True], ids=["stock", "extension"])
+def test_int8_weights_that_cannot_be_reloaded_are_caught_by_the_probe(
+    start_vllm, states, tmp_path, commands, extension
+):
+    """The server reloads them with success, and every log-probability is NaN from then on."""
+    made = [tiny_llama.int8_state(state) for state in states]
+    base = tiny_llama.write_checkpoint(tmp_path / "base", made[0], tiny_llama.INT8_CONFIG)
+    with start_vllm(base, *(EXTENSION if extension else ())) as server:
+        good = complete(server.url, PROMPTS[0], 5)[1]
+        assert None not in good
+        run = Run(tmp_path, base, made, commands, server.url, extension)
+        run.publish()
+        receiver = run.follow()
+        training.until(lambda: (receiver.status()["last_activation"] or {}).get("outcome") == "latched", seconds=120)
+        record = receiver.status()
+        assert not record["ready"]
+        assert "not finite" in record["error"]["message"]
+        assert httpx.get(f"{server.url}/is_paused", trust_env=False).json() == {"is_paused": True}
+        commands.end_all()
