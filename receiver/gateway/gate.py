@@ -31,8 +31,8 @@ __all__ = ["AnswerLost", "Gate", "GateState", "NotServed", "Running", "StillShut
 #: While it is shut nothing but the second bound keeps the gateway from taking what the engine has made.
 _AHEAD_BYTES: Final = 1 << 20
 _MOST_BYTES: Final = 256 << 20
-#: Settled: nothing has arrived for so long, which has to come about within the second.
-_QUIET_SECONDS: Final = 0.05
+#: Settled: nothing has arrived for so long, which has to come about within the other.
+_QUIET_SECONDS: Final = 0.2
 _SETTLE_SECONDS: Final = 5.0
 
 

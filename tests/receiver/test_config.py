@@ -18,6 +18,7 @@ target = 7
 poll = 2
 engine = "torch"
 engine-url = "http://127.0.0.1:8000"
+gateway-url = "http://127.0.0.1:9331"
 in-flight = "abort"
 drain-deadline = 5
 at-deadline = "give-up"

@@ -273,18 +273,27 @@ def test_those_that_are_cut_are_told(engine, opened, client, pool):
 
 
 def test_a_stream_that_is_kept_over_an_update_says_which_tokens_are_whose(engine, opened, client, pool, gateway):
-    answer = pool.submit(stream, client)
+    arrived: list[str] = []
+
+    def read():
+        with client.stream("POST", "/v1/completions", json={}) as answer:
+            for line in answer.iter_lines():
+                arrived.append(line)  # noqa: PERF402 - the test looks at it meanwhile
+
+    reading = pool.submit(read)
     call = engine.call()
     call.begin("text/event-stream")
     call.send(chunk("a") + chunk("b"))
     opened.shut()
     call.send(chunk("c"))  # was on its way
+    training.until(lambda: '"c"' in "".join(arrived))
     opened.settle("s/2")
     call.send(chunk("d"))
     open_for(opened, "s/2")
     call.send(chunk("e", "stop") + DONE)
     call.end()
-    told = last(answer.result(SECONDS)[1])
+    reading.result(SECONDS)
+    told = last("\n".join(arrived))
     assert (told["weight_version_start"], told["weight_version_end"]) == ("s/1", "s/2")
     assert told["weight_version_spans"] == [
         {"version": "s/1", "start": 0, "end": 3},
