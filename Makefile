@@ -10,8 +10,11 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python -m tools.demo --store $(STORE)
 
+# Tests run side by side in so many processes.
+JOBS ?= 2
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # The same with many more rounds of kills, races and interruptions; it takes several times as long.
 test-nightly: $(STAMP)

@@ -28,6 +28,12 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name cases by text that can be sent to another process; lone surrogates cannot."""
+    return ascii(val) if isinstance(val, str) and not val.isprintable() else None
+
+
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One S3 server for the whole session; each test takes a prefix of its own."""
