@@ -108,7 +108,7 @@ class Proxy:
         self._client = httpx.AsyncClient(
             trust_env=False,
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            # A connection a request: one that is kept may be closed just as it is used, and no call here may be repeated.
+            # A connection a request: one that is kept may be closed just as it is used, and no call may be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
