@@ -61,8 +61,6 @@ _OURS: Final = frozenset({"host", "content-length", "x-min-version", "x-exact-ve
 #: The server sets them.
 _SERVERS: Final = frozenset({"date", "server", "x-weight-version"})
 _CONNECT_SECONDS: Final = 10.0
-#: Engines close a connection that was idle for 5 s; one must not be used as that happens.
-_IDLE_SECONDS: Final = 2.0
 #: Bodies of requests that wait take so many bytes at most, all together.
 _MOST_HELD_BYTES: Final = 1 << 30
 
@@ -110,7 +108,8 @@ class Proxy:
         self._client = httpx.AsyncClient(
             trust_env=False,
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_SECONDS),
+            # A connection a request: one that is kept may be closed just as it is used, and no call may be repeated.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     async def close(self) -> None:

