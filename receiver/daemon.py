@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from deltastore.errors import (
+    CorruptObject,
     DamagedSlot,
     DeltastoreError,
     EngineError,
@@ -310,9 +311,8 @@ class Receiver:
             except SelfTestFailed:
                 raise
             except DeltastoreError as error:
-                passes = isinstance(error, (StorageError, StoreNotFound, VersionNotFound, EngineError))
-                if self._status.version is None and not passes:  # nothing is served yet: an operator has to look at it
-                    raise
+                if self._status.version is None and not self._may_pass(error):
+                    raise  # nothing is served yet: an operator has to look at it
                 self._status.failed(error)
                 failure = error
             else:
@@ -323,6 +323,12 @@ class Receiver:
             self._status.retries("pass", pause=pause, failures=failures)
             tell_failure(failure, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
             self._wait(pause)
+
+    def _may_pass(self, error: DeltastoreError) -> bool:
+        """Tell whether the same may work later. Bytes damaged on their way may, and can wait where a slot is live."""
+        if isinstance(error, CorruptObject) and not isinstance(error, DamagedSlot):
+            return self._slots.live_name() is not None
+        return isinstance(error, (StorageError, StoreNotFound, VersionNotFound, EngineError))
 
     def _read_over_until_next_look(self) -> None:
         """Wait until a look at the store is due or wanted, and read the live slot over meanwhile, bit by bit."""

@@ -28,7 +28,6 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 
-
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name cases by text that can be sent to another process; lone surrogates cannot."""
     return ascii(val) if isinstance(val, str) and not val.isprintable() else None

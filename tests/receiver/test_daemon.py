@@ -612,6 +612,22 @@ def test_usage_errors_end_a_daemon(run, engine):
         run.receiver(target="newest").once()
 
 
+def test_a_restart_bears_damaged_answers_from_the_store(run, engine):
+    manifest = run.url / "manifests" / "0000000000.json"
+    whole = manifest.read_bytes()
+    damaged = whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]
+    manifest.write_bytes(damaged)
+    with pytest.raises(CorruptObject):  # with nothing on this host there is nothing that could wait
+        run.receiver(poll=0.01).run()
+    manifest.write_bytes(whole)
+    run.receiver().once()
+    manifest.write_bytes(damaged)
+    with run.running() as made:
+        training.until(lambda: isinstance(made.status.error, CorruptObject))
+        manifest.write_bytes(whole)
+        ready_at(made, 1)
+
+
 def test_pauses_grow_to_a_minute_and_stay_there_for_days(run, engine, monkeypatch):
     status = Status(store=str(run.url), checkpoint=str(run.live), target="latest")
     made = Receiver(Options(store=str(run.url), checkpoint=run.live, poll=1.0), status)
