@@ -389,8 +389,9 @@ def test_bytes_are_counted_once_though_stages_overlap_and_threads_overtake(scene
 def test_whatever_stages_an_activation_had_are_told_everywhere(scene):
     made = scene.receiver()
     made.status.receiver_id = made.status.stream_id = "0" * 32
-    stages = {"quantize": 2.0, "barrier": 0.5, "pause": 0.1, "load": 0.2, "first-tokens": 4.0}
-    made.status.activated(Activation("activated", 4, stages, 0.3), nbytes=7)
+    stages = {"quantize": 2.0, "barrier": 0.5, "pause": 0.1, "load": 0.2, "first_tokens": 4.0}
+    ended = Activation(outcome="activated", weights=None, stages=stages, paused_seconds=0.3)
+    made.status.activated(ended, nbytes=7)
     record = made.status.record()
     assert record["stages"] == made.status.heartbeat_record(every=1.0).stages == stages
     assert record["last_activation"]["paused_seconds"] == 0.3
