@@ -95,7 +95,7 @@ class Serving:
         if not self._coordinator.concerns(weights):
             self._status.enter("waiting")
             return
-        result = self._activate(weights, patcher)
+        result = self._activate(live, patcher)
         waits = result.outcome == "latched" and result.error is None  # for the others, and for what they decide next
         if result.outcome not in ("activated", "rolled-back", "refused") and not waits:
             raise _error(result)
@@ -132,7 +132,7 @@ class Serving:
         if info.version in (None, weights.label) and (not info.paused or self._engine.probes_paused):
             before = self._engine.probe()
         for _ in range(1 if before is not None else 2):
-            result = self._activate(weights, patcher, reference=before)
+            result = self._activate(live, patcher, reference=before)
             if result.outcome in ("rolled-back", "latched") or (result.outcome == "activated" and not result.probe):
                 told = "the engine has no probe" if result.error is None else str(result.error)
                 raise SelfTestFailed(
@@ -187,7 +187,8 @@ class Serving:
             self.doubt()
             raise
 
-    def _activate(self, wanted: Weights, patcher: Patcher, *, reference: Probe | None = None) -> Activation:
+    def _activate(self, live: LiveSlot, patcher: Patcher, *, reference: Probe | None = None) -> Activation:
+        wanted = self._weights(live)
         with self._activating:
             if self._stopped():
                 raise Stopped
@@ -205,7 +206,7 @@ class Serving:
                 judge=self._judge(wanted, other, reference),
             )
             result = run.activate(UNKNOWN if self._confirmed is None else PREPARED)
-            self._settle(result, wanted, run.incarnation, patcher)
+            self._settle(result, wanted, run.incarnation, patcher, nbytes=sum(file.size for file in live.record.files))
             return result
 
     def _judge(
@@ -244,9 +245,9 @@ class Serving:
         if progress.state == "paused":
             self.doubt()
 
-    def _settle(self, result: Activation, wanted: Weights, incarnation: str, patcher: Patcher) -> None:
-        """Note how an activation ended."""
-        self._status.activated(result)
+    def _settle(self, result: Activation, wanted: Weights, incarnation: str, patcher: Patcher, *, nbytes: int) -> None:
+        """Note how an activation of a version of so many bytes ended."""
+        self._status.activated(result, nbytes=nbytes)
         tell(
             "activated",
             f"Engine: {result.outcome}, {result.weights.label if result.weights else 'as it was'} "

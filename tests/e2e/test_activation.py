@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -199,8 +200,9 @@ def test_keeping_goes_on_under_new_weights_as_a_fresh_engine_would(stream, follo
         switch = new["start"]
         generation = model.generate([*model.encode("def "), *one.tokens[:switch]], temperature=0.0, seed=0)
         with engine.forward() as weights:
-            expected = [generation.step(weights.caches).token for _ in range(30)]
-        assert one.tokens[switch : switch + 30] == expected
+            expected = [generation.step(weights.caches) for _ in range(30)]
+        wanted = [(token.token, struct.pack(">f", token.logprob).hex()) for token in expected]
+        assert [(line["token"], line["logprob"]) for line in one.lines[switch : switch + 30]] == wanted
 
 
 def test_giving_up_at_the_deadline_leaves_the_old_version_serving(stream, follow, served):

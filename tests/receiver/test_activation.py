@@ -270,6 +270,22 @@ def test_an_engine_that_restarts_after_its_resume_is_not_taken_for_the_one_that_
     assert (result.outcome, result.weights) == ("lost", None)
 
 
+def test_an_engine_that_restarts_under_the_pause_is_paused_and_loaded_in_its_new_incarnation():
+    engine = Engine()
+    confirm = engine.confirm
+
+    def restart(version):
+        engine.confirm = confirm
+        engine.incarnation, engine.version, engine.paused = "two", None, False
+        raise EngineError("the connection broke")
+
+    engine.confirm = restart
+    run = _Run(engine, Solo(), Policy(), NEW, OLD, lambda _: None, lambda *_: None)
+    assert run.activate(PREPARED).outcome == "activated"
+    assert run.incarnation == "two"
+    assert [call for call in engine.calls if call in ("pause", "load")] == ["pause", "load", "pause", "load"]
+
+
 def test_events_that_cannot_come_are_told():
     with pytest.raises(ValueError, match="after the end"):
         advance(

@@ -513,10 +513,20 @@ def test_metrics_and_status_tell_what_happened(run, engine):
     ):
         assert line in text
     record = made.status.record()
+    patching = {"plan", "fetch", "decode", "verify", "patch", "swap"}
     assert set(record["stages"]) == {
-        *("verify", "fetch", "patch", "swap"),
+        "poll",
+        *patching,
         *("barrier", "drain", "pause", "load", "confirm", "probe", "resume"),
     }
+    assert record["stages"]["decode"] + record["stages"]["verify"] <= record["stages"]["patch"] * 2  # two workers
+    schema = open_store(run.url).schema()
+    assert record["stage_bytes"]["verify"] == record["stage_bytes"]["patch"] == schema.nbytes
+    assert 0 < record["stage_bytes"]["decode"] <= record["stage_bytes"]["fetch"]
+    assert record["stage_bytes"]["load"] == sum(path.stat().st_size for path in run.live.glob("*.safetensors"))
+    for stage in ("decode", "verify", "load"):
+        assert f'receiver_stage_bytes_total{{stage="{stage}"}} {float(record["stage_bytes"][stage])}' in text
+        assert f'receiver_stage_seconds_count{{stage="{stage}"}} 1.0' in text
     assert record["last_activation"]["outcome"] == "activated"
 
 

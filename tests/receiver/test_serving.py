@@ -256,6 +256,19 @@ def test_a_version_that_kills_its_engine_is_left_alone(run, engine):
         ready_at(made, 3)
 
 
+def test_a_version_that_was_refused_is_nothing_to_go_back_to(run, engine):
+    with run.running(poll=0.01) as made:
+        ready_at(made, 1)
+        engine.refused = {"2"}
+        run.publish()
+        training.until(lambda: engine.served == ["1", "1"])
+        engine.refused = {"1"}
+        engine.restart()
+        training.until(lambda: made.status.latched)
+        assert engine.paused
+        assert engine.served == ["1", "1"]
+
+
 def test_an_engine_that_cannot_be_paused_goes_on_with_the_old_version_and_is_known_to(run, engine):
     with run.running(poll=0.01) as made:
         ready_at(made, 1)
