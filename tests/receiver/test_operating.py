@@ -23,6 +23,7 @@ from deltastore.errors import SlotError, StorageError, UsageError, VersionNotFou
 from deltastore.heartbeat import read_fleet
 from deltastore.storage.local import LocalBackend
 from receiver.activation import Activation
+from receiver.coordination import Coordination
 from receiver.daemon import Options, Receiver
 from receiver.repair import Repaired
 from receiver.status import Status, StatusServer
@@ -547,9 +548,17 @@ def test_wall_clocks_that_jump_change_nothing_but_ages(scene, monkeypatch, hours
 
 
 def test_an_id_that_could_lead_elsewhere_and_a_group_that_cannot_be_shown_are_refused(scene):
-    for options in ({"receiver_id": "../x"}, {"receiver_id": ""}, {"group": "a\x1b"}, {"group": ""}):
+    names = [{"group": "a\x1b"}, {"group": ""}, {"group": "a b", "size": 2}, {"size": 2}, {"fleet": "../x"}]
+    names += [{"canary": "a b"}, {"promote_by": "luck"}, {"promote_by": "tag:"}]
+    for options in (
+        {"receiver_id": "../x"},
+        {"receiver_id": ""},
+        *({"coordination": Coordination(**name)} for name in names),
+    ):
         with pytest.raises(UsageError):
             scene.receiver(**options)
+    with pytest.raises(UsageError):
+        scene.receiver(self_test=True, coordination=Coordination(group="g", size=2))
     shutil.rmtree(scene.url)
 
 
