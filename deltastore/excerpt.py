@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .codec.chunk import ChunkDecoder
 from .container import header_size
 from .errors import CorruptObject
+from .limits import UNLIMITED
 from .manifest import BASE_VERSION
 from .part import Part, parse_part, table_size
-from .patch import Patch, build
+from .patch import Patch, Spent, seal
 from .planner import READERS, Planner
 from .snapshot import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from .limits import Limits
     from .manifest import Manifest, PartRef
     from .patch import Bytes, Read
     from .plan import Plan, Step
     from .reader import Store
-    from .snapshot import ChunkSpan, Digests, Numbers
+    from .snapshot import Digests, Numbers
 
 __all__ = ["Excerpts", "groups", "version_digests"]
 
@@ -36,24 +39,35 @@ _FIRST_BYTES = 64 << 10
 
 
 class Excerpts:
-    """Reads tables and single chunks of a plan's parts, by ranges. ``fetched_bytes`` counts what was asked for."""
+    """Reads tables and single chunks of a plan's parts, by ranges. ``fetched_bytes`` counts what was asked for.
 
-    def __init__(self, store: Store, plan: Plan) -> None:
+    Of ``limits`` everything holds but the workers; tables that were read are kept while they are no more than its
+    ``window_rows``.
+    """
+
+    def __init__(self, store: Store, plan: Plan, *, limits: Limits = UNLIMITED) -> None:
         self.fetched_bytes = 0
         self._store = store
         self._plan = plan
+        self._limits = limits
         self._tables: dict[str, Part] = {}
+        self._decoder = ChunkDecoder()
 
     def _range(self, part: PartRef, start: int, end: int) -> bytes:
         if end > part.size:
             raise CorruptObject(f"{part.key} describes more than its {part.size} bytes.", key=part.key)
-        data = self._store.backend.read_range(part.key, start, end) if start < end else b""
-        self.fetched_bytes += len(data)
-        return data
+        pieces = []
+        for first in range(start, end, self._limits.piece_bytes):
+            stop = min(first + self._limits.piece_bytes, end)
+            with self._limits.taking(stop - first, lambda: None):
+                pieces.append(self._store.backend.read_range(part.key, first, stop))
+            self.fetched_bytes += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def table(self, part: PartRef, step: Step) -> Part:
         """Return a part of a step without its payload; raises ``CorruptObject`` unless it is what its record says."""
-        if part.key not in self._tables:
+        known = self._tables.get(part.key)
+        if known is None:
             data = self._range(part, 0, min(part.size, _FIRST_BYTES))
             header = header_size(data, key=part.key)
             data += self._range(part, len(data), max(header, len(data)))
@@ -64,8 +78,15 @@ class Excerpts:
             ends = (part.first, part.last)
             if len(parsed) != part.chunks or (parsed.numbers[0], parsed.numbers[-1]) != ends:
                 raise CorruptObject(f"{part.key} does not hold the chunks that its record says.", key=part.key)
-            self._tables[part.key] = parsed
-        return self._tables[part.key]
+            self._keep(part.key, parsed)
+            return parsed
+        return known
+
+    def _keep(self, key: str, table: Part) -> None:
+        most = self._limits.window_rows
+        if most is not None and sum(map(len, self._tables.values())) + len(table) > most:
+            self._tables = {}
+        self._tables[key] = table
 
     def _excerpt(self, part: PartRef, step: Step, numbers: Numbers) -> Part:
         """Return a part with only those of its rows that are about some chunks, their payload included."""
@@ -108,13 +129,8 @@ class Excerpts:
             for part in step.parts
             if ((numbers >= part.first) & (numbers <= part.last)).any()
         ]
-        with ThreadPoolExecutor(READERS, thread_name_prefix="excerpt") as pool:
-            excerpts = list(pool.map(lambda pair: self._excerpt(pair[1], pair[0], numbers), work))
+        excerpts = self._all_excerpts(work, numbers)
         found: dict[int, Bytes] = {}
-
-        def keep(span: ChunkSpan, data: Bytes) -> None:
-            found[int(span.numbers[0])] = data.copy()
-
         for number in numbers.tolist():
             patch = Patch(schema, hash_function, before=before, after=after, window=range(number, number + 1))
             for step in self._plan.steps:
@@ -123,8 +139,18 @@ class Excerpts:
             if (after[number] != wanted[number]).any():
                 key = next((part.key for _, part in reversed(work)), None)
                 raise CorruptObject(f"{key} leads to other bytes than the version has.", key=key)
-            build(patch.batches(everything=True), read, keep, workers=1)
+            for batch in patch.batches(everything=True):
+                for span in batch.spans:
+                    found[number] = np.empty(span.nbytes, np.uint8)
+                    patch.build_span(span, batch.work, read, found[number], self._decoder, Spent())
         return found
+
+    def _all_excerpts(self, work: Sequence[tuple[Step, PartRef]], numbers: Numbers) -> list[Part]:
+        if len(work) == 1:  # no thread for that: each has a heap of its own
+            return [self._excerpt(part, step, numbers) for step, part in work]
+        readers = READERS if self._limits.room is None else self._limits.fetchers
+        with ThreadPoolExecutor(readers, thread_name_prefix="excerpt") as pool:
+            return list(pool.map(lambda pair: self._excerpt(pair[1], pair[0], numbers), work))
 
 
 def _add(patch: Patch, step: Step, parts: list[Part]) -> None:
@@ -134,7 +160,7 @@ def _add(patch: Patch, step: Step, parts: list[Part]) -> None:
         patch.add_delta(parts, inverse=step.kind == "inverse")
 
 
-def version_digests(store: Store, manifest: Manifest) -> tuple[Digests, int]:
+def version_digests(store: Store, manifest: Manifest, *, limits: Limits = UNLIMITED) -> tuple[Digests, int]:
     """Return the chunk digests of a version from the tables of parts, proven, and the bytes fetched for them.
 
     Raises ``VersionNotFound`` when no way leads there, ``CorruptObject``.
@@ -142,13 +168,17 @@ def version_digests(store: Store, manifest: Manifest) -> tuple[Digests, int]:
     planner = Planner(store)
 
     def chain(plan: Plan) -> tuple[Digests, int]:
-        excerpts = Excerpts(store, plan)
-        before = None if plan.from_anchor else store.base_digests()
-        patch = Patch(store.schema(), store.hash, before=before)
-        for step in plan.steps:
+        excerpts = Excerpts(store, plan, limits=limits)
+        schema = store.schema()
+        after = np.zeros((schema.chunks, store.hash.size), np.uint8)
+        if not plan.from_anchor:
+            after[:] = store.base_digests()
+        for step in plan.steps:  # one after the other: the tables of all together may be long
+            patch = Patch(schema, store.hash, before=None, after=after)
             _add(patch, step, [excerpts.table(part, step) for part in step.parts])
-        patch.seal(manifest.snapshot_id)
-        return patch.after, excerpts.fetched_bytes
+        key = next((part.key for step in reversed(plan.steps) for part in reversed(step.parts)), None)
+        seal(schema, store.hash, after, manifest.snapshot_id, key=key)
+        return after, excerpts.fetched_bytes
 
     return planner.follow(planner.plan(BASE_VERSION, manifest.version), chain)
 

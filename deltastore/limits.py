@@ -17,12 +17,14 @@ from .manifest import MAX_PART_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["FETCHERS", "PIECE_BYTES", "UNLIMITED", "Bandwidth", "Limits", "Room", "within_budget"]
+__all__ = ["FETCHERS", "PIECE_BYTES", "UNLIMITED", "Bandwidth", "Limits", "Room", "chosen_limits", "within_budget"]
 
 #: Parts downloaded side by side.
 FETCHERS: Final = 4
 #: A part above this size is fetched in pieces of it.
 PIECE_BYTES: Final = 8 << 20
+#: Chunks mended at a time.
+_GROUP_BYTES: Final = 64 << 20
 #: A piece is at most a twentieth of what a second may bring, so that no second gets much more than its share; a
 #: request for less than this would be mostly request.
 _PIECE_SECONDS: Final = 0.05
@@ -81,19 +83,19 @@ class Bandwidth:
 class Room:
     """So many bytes of memory for what is on its way. Thread-safe."""
 
-    __slots__ = ("_free", "_nbytes", "_used")
+    __slots__ = ("_free", "_used", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._used = 0
         self._free = threading.Condition()
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
         """Wait until there is room for ``nbytes``, and have it within the context; all of it is enough for anything."""
-        wanted = min(nbytes, self._nbytes)
+        wanted = min(nbytes, self.nbytes)
         with self._free:
-            self._free.wait_for(lambda: self._used + wanted <= self._nbytes)
+            self._free.wait_for(lambda: self._used + wanted <= self.nbytes)
             self._used += wanted
         try:
             yield
@@ -125,6 +127,11 @@ class Limits:
             return self.largest_piece
         return min(self.largest_piece, self.bandwidth.piece_bytes)
 
+    @property
+    def group_bytes(self) -> int:
+        """Chunks that are had again together: encoded, and as they come out, each twice for a moment."""
+        return _GROUP_BYTES if self.room is None else self.room.nbytes // 4
+
     @contextmanager
     def taking(self, nbytes: int, proceed: Callable[[], object]) -> Iterator[None]:
         """Wait until ``nbytes`` may be fetched, and have room for them within the context.
@@ -146,6 +153,25 @@ class Limits:
 
 
 UNLIMITED: Final = Limits()
+
+
+def chosen_limits(
+    *,
+    workers: int | None,
+    cores: int,
+    max_bandwidth: int | None,
+    memory_budget: int | None,
+    whole_parts: bool,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Limits:
+    """Return what an operator's options allow: ``max_bandwidth`` in bytes a second, ``memory_budget`` in bytes.
+
+    ``sleep`` waits for bandwidth, in seconds; the others are as for ``within_budget``, and so is what is raised.
+    """
+    bandwidth = None if max_bandwidth is None else Bandwidth(max_bandwidth, sleep=sleep)
+    if memory_budget is None:
+        return Limits(workers=workers, bandwidth=bandwidth)
+    return within_budget(memory_budget, workers=workers, cores=cores, whole_parts=whole_parts, bandwidth=bandwidth)
 
 
 def within_budget(

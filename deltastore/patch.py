@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     #: Copies what already lies at a span's places to a buffer; tells whether there is anything.
     Kept = Callable[[ChunkSpan, Bytes], bool]
 
-__all__ = ["Batch", "Patch", "build", "default_workers", "read_each", "run_in_order", "seal", "write_each"]
+__all__ = ["Batch", "Patch", "Spent", "build", "default_workers", "read_each", "run_in_order", "seal", "write_each"]
 
 #: A thread's share of work.
 _BATCH_BYTES = 8 << 20
@@ -125,6 +126,28 @@ class _Work:
             yield chunk, part, inverse, encoding, changed, part.payload[start:stop]
 
 
+class Spent:
+    """What building took: seconds of decoding and of hashing, added up over threads, and the bytes of each.
+
+    Those decoded are counted as they are stored.
+    """
+
+    __slots__ = ("decode_seconds", "decoded_bytes", "verified_bytes", "verify_seconds")
+
+    def __init__(self) -> None:
+        self.decode_seconds = 0.0
+        self.decoded_bytes = 0
+        self.verify_seconds = 0.0
+        self.verified_bytes = 0
+
+    def add(self, other: Spent) -> None:
+        """Count what another one counted."""
+        self.decode_seconds += other.decode_seconds
+        self.decoded_bytes += other.decoded_bytes
+        self.verify_seconds += other.verify_seconds
+        self.verified_bytes += other.verified_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A thread's share of work: a few spans of one patch."""
@@ -147,31 +170,36 @@ def build(
     workers: int,
     kept: Kept | None = None,
     progress: Callable[[int], object] | None = None,
-) -> None:
+) -> Spent:
     """Build chunks from ``read`` (the old bytes) and hand them, hash-checked, to ``write``.
 
     Batches are taken a few ahead only; taking one may block without holding up the threads that work on those before.
     ``read`` and ``write`` are called from several threads; ``write`` must be done with the array when it returns.
     ``kept``: what an attempt before this one may have written; a span that has its digests is not built again.
-    ``progress`` is told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before a wrong byte is handed on.
+    ``progress`` is told bytes done. Returns what it took. Raises ``CorruptObject`` or ``BaseMismatch`` before a wrong
+    byte is handed on.
     """
     local = threading.local()
 
-    def build_batch(batch: Batch) -> int:
+    def build_batch(batch: Batch) -> tuple[int, Spent]:
         if not hasattr(local, "decoder"):
             local.decoder = ChunkDecoder()
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
+        spent = Spent()
         for span in batch.spans:
             out = local.buffer[: span.nbytes]
-            if kept is not None and kept(span, out) and batch.patch.has(span, out):
+            if kept is not None and kept(span, out) and batch.patch.has(span, out, spent):
                 continue
-            batch.patch.build_span(span, batch.work, read, out, local.decoder)
+            batch.patch.build_span(span, batch.work, read, out, local.decoder, spent)
             write(span, out)
-        return batch.nbytes
+        return batch.nbytes, spent
 
-    for done in run_in_order(build_batch, iter(batches), workers=workers, name="patch"):
+    total = Spent()
+    for done, spent in run_in_order(build_batch, iter(batches), workers=workers, name="patch"):
+        total.add(spent)
         if progress is not None:
             progress(done)
+    return total
 
 
 def seal(schema: Schema, hash_function: Hasher, after: Digests, expected: str, *, key: str | None) -> None:
@@ -297,12 +325,15 @@ class Patch:
         if spans:
             yield Batch(self, work, tuple(spans))
 
-    def build_span(self, span: ChunkSpan, work: _Work, read: Read, out: Bytes, decoder: ChunkDecoder) -> None:
+    def build_span(
+        self, span: ChunkSpan, work: _Work, read: Read, out: Bytes, decoder: ChunkDecoder, spent: Spent
+    ) -> None:
         """Build the new bytes of a span's chunks in ``out``; raises unless each has its digest."""
         if self._before is not None:
             read(span, out)
         starts, stops = span.starts.tolist(), span.stops.tolist()
         tensors, specs = span.tensors.tolist(), self._schema.tensors
+        began = time.perf_counter()
         for chunk, part, inverse, encoding, changed, payload in work.of(span):
             spec = specs[tensors[chunk]]
             piece = out[starts[chunk] : stops[chunk]]
@@ -311,19 +342,26 @@ class Patch:
             except DamagedChunk as error:
                 message = f"{part.key} has a damaged chunk {span.chunks[chunk]} of {spec.name!r}: {error}."
                 raise CorruptObject(message, key=part.key) from error
-        found = self._digests(out, starts, stops)
+            spent.decoded_bytes += len(payload)
+        spent.decode_seconds += time.perf_counter() - began
+        found = self._digests(out, starts, stops, spent)
         wanted = self.after[span.numbers]
         if found != wanted.tobytes():
             differs = np.frombuffer(found, np.uint8).reshape(wanted.shape) != wanted
             self._blame(span, int(differs.any(axis=1).argmax()), work, read)
 
-    def has(self, span: ChunkSpan, data: Bytes) -> bool:
+    def has(self, span: ChunkSpan, data: Bytes, spent: Spent) -> bool:
         """Tell whether ``data`` are the new bytes of a span's chunks."""
-        return self._digests(data, span.starts.tolist(), span.stops.tolist()) == self.after[span.numbers].tobytes()
+        found = self._digests(data, span.starts.tolist(), span.stops.tolist(), spent)
+        return found == self.after[span.numbers].tobytes()
 
-    def _digests(self, data: Bytes, starts: Sequence[int], stops: Sequence[int]) -> bytes:
+    def _digests(self, data: Bytes, starts: Sequence[int], stops: Sequence[int], spent: Spent) -> bytes:
+        began = time.perf_counter()
         view, digest = data.data, self._hash.digest
-        return b"".join([digest(view[start:stop]) for start, stop in zip(starts, stops, strict=True)])
+        found = b"".join([digest(view[start:stop]) for start, stop in zip(starts, stops, strict=True)])
+        spent.verify_seconds += time.perf_counter() - began
+        spent.verified_bytes += sum(stops) - sum(starts)
+        return found
 
     def _blame(self, span: ChunkSpan, chunk: int, work: _Work, read: Read) -> None:
         """Say whose fault a wrong digest is: the local copy's, or the part's."""
@@ -331,7 +369,7 @@ class Patch:
         if self._before is not None:
             old = np.empty(span.nbytes, np.uint8)
             read(span, old)
-            digest = self._digests(old, [int(span.starts[chunk])], [int(span.stops[chunk])])
+            digest = self._digests(old, [int(span.starts[chunk])], [int(span.stops[chunk])], Spent())
             if digest != self._before[span.numbers[chunk]].tobytes():
                 raise BaseMismatch(
                     f"Chunk {number} of {name!r} in the local checkpoint changed on disk.",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .limits import Limits
     from .manifest import PartRef
     from .part import Part
-    from .patch import Batch, Kept, Read, Write
+    from .patch import Batch, Kept, Read, Spent, Write
     from .plan import Plan, Step
     from .reader import Store
     from .snapshot import Digests
@@ -50,12 +50,13 @@ _LEAST_WINDOW_CHUNKS = 8
 class Replayed:
     """What a replay led to.
 
-    The result's chunk digests, the bytes downloaded, and seconds until the last part was here.
+    The result's chunk digests, the bytes downloaded, seconds until the last part was here, and what building took.
     """
 
     digests: Digests
     fetched_bytes: int
     fetch_seconds: float
+    spent: Spent
 
 
 def counter(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
@@ -220,9 +221,10 @@ def replay(
             fetch.forget_before(window.stop)
             yield from patch.batches(everything=True)
 
-    build(batches(), read, write, workers=workers, kept=kept, progress=counter(progress, "patch", schema.nbytes))
+    building = counter(progress, "patch", schema.nbytes)
+    spent = build(batches(), read, write, workers=workers, kept=kept, progress=building)
     seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
-    return Replayed(after, fetch.downloaded(), fetch.seconds)
+    return Replayed(after, fetch.downloaded(), fetch.seconds, spent)
 
 
 def _last_key(plan: Plan) -> str | None:

@@ -40,6 +40,7 @@ __all__ = [
     "keeps_kv",
 ]
 
+#: ``preparing`` goes before all this: the version is put in place on the disk.
 State = Literal[
     "idle",
     "preparing",
@@ -55,12 +56,10 @@ State = Literal[
 ]
 #: What is to be done next. ``look`` asks the engine how it is, ``ask``, ``settle`` and ``report`` ask or tell the
 #: coordinator, ``release`` takes a pause back under which nothing was loaded, ``rest`` is nothing: it has ended.
-Step = Literal[
-    "prepare", "look", "ask", "pause", "load", "confirm", "probe", "settle", "resume", "report", "release", "rest"
-]
-#: ``wanted`` begins; a look ends with ``held``, ``running``, ``other`` (another incarnation, or after a resume another
+Step = Literal["look", "ask", "pause", "load", "confirm", "probe", "settle", "resume", "report", "release", "rest"]
+#: A look ends with ``held``, ``running``, ``other`` (another incarnation, or after a resume another
 #: version) or ``gone`` (no answer); a pause also with ``timed-out`` (its drain); a coordinator also with ``refused``.
-Event = Literal["wanted", "done", "failed", "timed-out", "refused", "held", "running", "other", "gone"]
+Event = Literal["done", "failed", "timed-out", "refused", "held", "running", "other", "gone"]
 Goal = Literal["wanted", "fallback"]
 #: ``refused``, ``given-up`` and ``failed`` leave the engine with what it served. ``lost``: it went away, restarted or
 #: cannot be held. ``undecided``: loaded, confirmed and held, and the coordinator is out of reach. The next pass begins
@@ -207,14 +206,8 @@ def _ended(state: State, outcome: Outcome, goal: Goal = "wanted") -> Progress:
     return Progress(state, "rest", goal, outcome=outcome)
 
 
-def _begun(progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
-    if event == "wanted":
-        return Progress("preparing", "prepare")
+def _over(progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
     raise ValueError(f"{event} after the end, in the state {progress.state}")
-
-
-def _prepared(_progress: Progress, event: Event, _policy: Policy, _case: Case) -> Progress:
-    return PREPARED if event == "done" else _ended("idle", "failed")
 
 
 def _looked(progress: Progress, event: Event, policy: Policy, case: Case) -> Progress:
@@ -343,8 +336,7 @@ def _go_back(progress: Progress, case: Case) -> Progress:
 
 
 _AFTER: dict[Step, Callable[[Progress, Event, Policy, Case], Progress]] = {
-    "rest": _begun,
-    "prepare": _prepared,
+    "rest": _over,
     "look": _looked,
     "ask": _decided,
     "pause": _paused,

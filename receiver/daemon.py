@@ -22,7 +22,7 @@ from deltastore.errors import (
     VersionNotFound,
 )
 from deltastore.heartbeat import Heartbeat, is_receiver_id, is_word
-from deltastore.limits import Bandwidth, Limits, within_budget
+from deltastore.limits import chosen_limits
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["Options", "Receiver"]
 
 _LONGEST_PAUSE = 60.0
+#: Seconds between two bits of the live slot that are read over: each is what the rate allows in that time.
+_READ_OVER_EVERY = 0.5
 #: Far beyond the longest pause, and far below where a float overflows: a store may be gone for days.
 _MOST_DOUBLINGS = 32
 
@@ -145,7 +147,14 @@ class Receiver:
         self._heeded: Control | SlotError | None = None  # the one that the follower was made for
         self._in_touch = False
         self._priority = Priority(nice=options.nice, io=options.io_priority)
-        self._limits = self._share_out()
+        self._limits = chosen_limits(
+            workers=options.workers,
+            cores=default_workers(),
+            max_bandwidth=options.max_bandwidth,
+            memory_budget=options.memory_budget,
+            whole_parts=options.cache is not None,
+            sleep=self._throttle,
+        )
         self._mending = Mending(
             self._slots,
             status,
@@ -156,20 +165,6 @@ class Receiver:
             scrub_rate=options.scrub_rate,
             leave=self.stop,
             progress=self._progress,
-        )
-
-    def _share_out(self) -> Limits:
-        options = self._options
-        rate = options.max_bandwidth
-        bandwidth = None if rate is None else Bandwidth(rate, sleep=self._throttle)
-        if options.memory_budget is None:
-            return Limits(workers=options.workers, bandwidth=bandwidth)
-        return within_budget(
-            options.memory_budget,
-            workers=options.workers,
-            cores=default_workers(),
-            whole_parts=options.cache is not None,
-            bandwidth=bandwidth,
         )
 
     def _throttle(self, seconds: float) -> None:
@@ -214,12 +209,15 @@ class Receiver:
     # The two ways to work
 
     def once(self) -> None:
-        """Bring checkpoint and engine to the wanted version. Raises what stands in the way."""
+        """Bring checkpoint and engine to the wanted version; a damaged live slot is mended first.
+
+        Raises what stands in the way.
+        """
         self._slots.lock()
         try:
             self._recall()
-            self._begin(self._open_store())
-            self._step()
+            self._start()
+            self._step_or_mend()
             if self._status.error is not None:
                 raise self._status.error
             if self._status.version is None:
@@ -245,8 +243,7 @@ class Receiver:
             heartbeats = self._start_heartbeats()
             while not self._stopping:
                 self._until_done(self._step_or_mend)
-                self._mending.read_over(self._store, self._patcher, stopped=lambda: not self._woken.empty())
-                self._wait(self._options.poll)
+                self._read_over_until_next_look()
             clean = True
         except Stopped:
             clean = True
@@ -305,13 +302,28 @@ class Receiver:
             tell_failure(failure, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
             self._wait(pause)
 
-    def _wait(self, seconds: float) -> None:
+    def _read_over_until_next_look(self) -> None:
+        """Wait until a look at the store is due or wanted, and read the live slot over meanwhile, bit by bit."""
+        until = time.monotonic() + self._options.poll
+        while True:
+            if self._mending.read_over(self._store, self._patcher, stopped=lambda: not self._woken.empty()):
+                return  # the engine is to load what was mended
+            left = until - time.monotonic()
+            if self._wait(min(left, _READ_OVER_EVERY)) or left <= _READ_OVER_EVERY:
+                return
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait so long; tells whether somebody ended that."""
         if self._stopping:
-            return
+            return True
+        try:
+            self._woken.get(timeout=max(0.0, seconds))
+        except Empty:
+            return False
         with suppress(Empty):
-            self._woken.get(timeout=seconds)
             while True:
                 self._woken.get_nowait()
+        return True
 
     # One pass
 
@@ -466,9 +478,10 @@ class Receiver:
     def _patch(self, wanted: Manifest) -> Manifest:
         """Patch to the wanted version, or to one that is newer by then; returns the one that it came to be."""
         self._status.enter("patching")
-        patched = self._priority.run(
-            lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
-        )
+        with self._serving.preparing():
+            patched = self._priority.run(
+                lambda: self._patcher.move_to(wanted, newest=self._follower.wanted), leave=self.stop
+            )
         self._status.aims(patched.end, patched.target.created_at)
         self._status.patched(patched)
         tell(

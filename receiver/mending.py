@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .priority import Priority
     from .repair import Repaired
     from .serving import Serving
-    from .slots import Slots
+    from .slots import LiveSlot, Slots
     from .status import Status
 
 __all__ = ["Mending"]
@@ -57,6 +57,7 @@ class Mending:
         self._scrub = Scrub(slots.directory / "scrub.json", rate=scrub_rate) if scrub_rate else None
         self._leave = leave
         self._progress = progress
+        self._passed_at = self._scrub.record.passed_at if self._scrub else None
         self._going_on = False
 
     @property
@@ -78,8 +79,10 @@ class Mending:
             self._status.repaired(repaired)
             tell(
                 "mended",
-                f"Mended {repaired.damaged} chunks of version {repaired.version}.",
+                f"Mended {repaired.damaged} chunks of version {repaired.version}; files made anew: "
+                f"{', '.join(repaired.files) or 'none'}.",
                 version=repaired.version,
+                files=list(repaired.files),
                 damaged=repaired.damaged,
                 from_other=repaired.from_other,
                 from_store=repaired.from_store,
@@ -95,24 +98,42 @@ class Mending:
             self._slots,
             base=self._base,
             workers=self._limits.workers or default_workers(),
+            limits=self._limits,
             progress=self._progress,
         )
 
-    def read_over(self, store: Store, patcher: Patcher, *, stopped: Callable[[], bool]) -> None:
-        """Read a few of the live slot's chunks over, as far as the rate allows, and mend what is damaged."""
+    def read_over(self, store: Store, patcher: Patcher, *, stopped: Callable[[], bool]) -> bool:
+        """Read a few of the live slot's chunks over, as far as the rate allows; tells whether something was mended."""
+        scrub = self._scrub
+        if scrub is None:
+            return False
         live, source = self._slots.live(), patcher.source
-        if self._scrub is None or live is None or source is None:
-            return
+        if live is None or source is None:
+            return False
         try:
-            found = self._scrub.step(live, source, store.hash, stopped=stopped)
-            record, schema = self._scrub.record, source.checkpoint.schema
+            found = self._priority.run(lambda: scrub.step(live, source, store.hash, stopped=stopped), leave=self._leave)
+            record, schema = scrub.record, source.checkpoint.schema
+            passed = record.passed_at != self._passed_at
+            self._passed_at = record.passed_at
             self._status.scrubbed(passed_at=record.passed_at, chunk=record.chunk, chunks=schema.chunks)
+            problem = self._other_files(live) if passed else None
             if len(found):
                 number = int(found[0])
                 name = schema.tensors[int(schema.first_chunk.searchsorted(number, side="right")) - 1].name
                 key = str(live.directory)
                 problem = DamagedSlot(f"A chunk of {name!r} in {key} is damaged.", key=key)
+            if problem is not None:
                 self.mend(store, problem, patcher.adopt)
+                return True
         except DeltastoreError as error:  # it goes on being served; the next pass tries again
             self._status.failed(error)
             tell_failure(error, "The next pass tries again.")
+        return False
+
+    def _other_files(self, live: LiveSlot) -> DamagedSlot | None:
+        """Return what is wrong with the files beside the weights."""
+        try:
+            self._slots.check_other_files(live)
+        except DamagedSlot as error:
+            return error
+        return None

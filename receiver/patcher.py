@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -54,13 +54,18 @@ _FOLDED_SHARE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """What a patch did: versions, bytes downloaded, seconds of each stage (verify, fetch, patch, swap)."""
+    """What a patch did: versions, bytes downloaded; seconds of each stage, and the bytes that went through it.
+
+    ``plan`` (with hashing a base), ``fetch``, ``patch`` and ``swap`` are times on the clock; fetching and patching
+    overlap. ``decode`` and ``verify`` are parts of ``patch``, added up over its threads.
+    """
 
     start: int | None
     target: Manifest
     fetched_bytes: int
     stored_bytes: int
     stages: Mapping[str, float] = field(default_factory=dict)
+    stage_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -68,12 +73,38 @@ class Patched:
         return self.target.version
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a patch starts from, and what it is to reach; ``newest`` may name another target once."""
+
+    source: Source | None
+    target: Manifest
+    newest: Callable[[], Manifest] | None
+    planner: Planner
+    spool: Spool
+
+    def plan(self) -> Plan:
+        """Return the cheapest plan; raises ``VersionNotFound`` where there is none."""
+        return self.planner.plan(self.source.version if self.source else None, self.target.version)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A slot that holds what a plan ends at; ``begun_at`` is the monotonic time after planning, in seconds."""
+
+    name: Literal["a", "b"]
+    plan: Plan
+    source: Source
+    replayed: Replayed
+    begun_at: float
+
+
 class _Newer(Exception):
     """Raised out of a build for a plan to a newer version; ``fetched_bytes`` were downloaded before."""
 
-    def __init__(self, target: Manifest, plan: Plan, fetched_bytes: int) -> None:
+    def __init__(self, way: _Way, plan: Plan, fetched_bytes: int) -> None:
         super().__init__()
-        self.target = target
+        self.way = way
         self.plan = plan
         self.fetched_bytes = fetched_bytes
 
@@ -141,97 +172,93 @@ class Patcher:
         started = time.perf_counter()
         if (back := self._swap_back(target, started)) is not None:
             return back
+        live = self._slots.live()
+        if live is not None:
+            self._slots.check_other_files(live)  # they are carried on as they are
         source = self._source or self._first_source()
-        start = source.version if source else None
         if newest is not None:
             target = max(target, newest(), key=lambda manifest: manifest.version)  # hashing a base takes a while
-        planner = Planner(self._store)
-        spool = Spool(self._slots.parts)
-        planned = time.perf_counter()
-
-        def build(plan: Plan) -> tuple[Literal["a", "b"], Plan, Source, Replayed]:
-            nonlocal planned
-            planned = time.perf_counter()
-            plain = outline(self._store, source)
-            goal = Goal(FORMAT, self._store.stream_id, target.commit_id, plain.digest(self._store.hash))
-            all_here = None if newest is None else partial(self._look_again, planner, target, newest)
-            self._slots.check_room(plain.nbytes + spool.missing_bytes(plan.parts))
-            try:
-                with Fetch(
-                    self._store, plan, spool, limits=self._limits, progress=self._progress, all_here=all_here
-                ) as fetch:
-                    begun = self._slots.begin(goal)
-                    built, replayed = build_checkpoint(
-                        fetch,
-                        source,
-                        plain,
-                        begun.directory,
-                        workers=self._workers,
-                        resume=begun.resumed,
-                        durable=self._slots.durable,
-                        lost=partial(self._slots.give_up, begun.name),
-                        progress=self._progress,
-                    )
-            except BaseMismatch as error:
-                if source is not self._source:
-                    raise
-                raise DamagedSlot(  # no wrong base, but a live slot whose bytes changed
-                    f"The live slot is damaged: {error}",
-                    key=str(self._slots.link),
-                    hint=f"Mend it with `receiver repair`, or remove {self._slots.link} (the link) to build it anew.",
-                ) from error
-            return begun.name, plan, built, replayed
-
+        way = _Way(source, target, newest, Planner(self._store), Spool(self._slots.parts))
         fetched_before = 0
         try:
-            try:
-                name, plan, built, replayed = planner.follow(planner.plan(start, target.version), build)
-            except VersionNotFound:
-                # A full chunk does not lead back, and without an anchor there is no other way: the base may have one.
-                if source is None or self._base is None:
-                    raise
-                source = identify(self._store, self._base, workers=self._workers, progress=self._progress)
-                name, plan, built, replayed = planner.follow(planner.plan(source.version, target.version), build)
+            built = self._build_by(way)
         except _Newer as newer:
-            target, newest, fetched_before = newer.target, None, newer.fetched_bytes
-            name, plan, built, replayed = planner.follow(newer.plan, build)
-        self._slots.finish(name, built, target, self._store.hash)
+            way, fetched_before = newer.way, newer.fetched_bytes
+            built = way.planner.follow(newer.plan, partial(self._build, way))
+        self._slots.finish(built.name, built.source, way.target, self._store.hash)
         patched = time.perf_counter()
-        self._slots.swap(name)
+        self._slots.swap(built.name)
         live = self._slots.live()
-        if live is None or live.name != name:
+        if live is None or live.name != built.name:
             raise CorruptObject(f"{self._slots.link} was changed by somebody else.", key=str(self._slots.link))
-        self._source = built
-        spool.clear()
+        self._source = built.source
+        way.spool.clear()
         swapped = time.perf_counter()
+        spent = built.replayed.spent
         return Patched(
-            start=start,
-            target=target,
-            fetched_bytes=fetched_before + replayed.fetched_bytes,
-            stored_bytes=plan.stored_bytes,
+            start=source.version if source else None,
+            target=way.target,
+            fetched_bytes=fetched_before + built.replayed.fetched_bytes,
+            stored_bytes=built.plan.stored_bytes,
             stages={
-                "verify": planned - started,
-                "fetch": replayed.fetch_seconds,
-                "patch": patched - planned,
+                "plan": built.begun_at - started,
+                "fetch": built.replayed.fetch_seconds,
+                "decode": spent.decode_seconds,
+                "verify": spent.verify_seconds,
+                "patch": patched - built.begun_at,
                 "swap": swapped - patched,
+            },
+            stage_bytes={
+                "fetch": built.plan.stored_bytes,
+                "decode": spent.decoded_bytes,
+                "verify": spent.verified_bytes,
+                "patch": built.source.checkpoint.schema.nbytes,
             },
         )
 
-    def _look_again(self, planner: Planner, target: Manifest, newest: Callable[[], Manifest], fetch: Fetch) -> None:
-        """Raise ``_Newer`` if there is a newer version now, and its parts are few against the model."""
-        here = {part.key for step in fetch.plan.steps for part in step.parts}
+    def _build_by(self, way: _Way) -> _Built:
+        """Build a way's target by the cheapest plan."""
         try:
-            found = newest()
-            if found.version <= target.version:
-                return
-            further = planner.plan(fetch.plan.start, found.version)
-        except DeltastoreError as error:  # all that this patch needs is here: it is not given up for a question
-            _log.info("Whether there is a newer version is not known: %s", error)
-            return
-        missing = sum(part.size for step in further.steps for part in step.parts if part.key not in here)
-        if missing <= _FOLDED_SHARE * found.model.snapshot_bytes:
-            _log.info("Version %d is folded into the patch to %d.", found.version, target.version)
-            raise _Newer(found, further, fetch.downloaded())
+            return way.planner.follow(way.plan(), partial(self._build, way))
+        except VersionNotFound:
+            # A full chunk does not lead back, and without an anchor there is no other way: the base may have one.
+            if way.source is None or self._base is None:
+                raise
+            way = replace(way, source=identify(self._store, self._base, workers=self._workers, progress=self._progress))
+            return way.planner.follow(way.plan(), partial(self._build, way))
+
+    def _build(self, way: _Way, plan: Plan) -> _Built:
+        """Build a way's target in the spare slot by a plan; raises ``_Newer`` for a plan to a newer version."""
+        begun_at = time.perf_counter()
+        plain = outline(self._store, way.source)
+        goal = Goal(FORMAT, self._store.stream_id, way.target.commit_id, plain.digest(self._store.hash))
+        all_here = None if way.newest is None else partial(_look_again, way, way.newest)
+        self._slots.check_room(plain.nbytes + way.spool.missing_bytes(plan.parts))
+        try:
+            with Fetch(
+                self._store, plan, way.spool, limits=self._limits, progress=self._progress, all_here=all_here
+            ) as fetch:
+                begun = self._slots.begin(goal)
+                built, replayed = build_checkpoint(
+                    fetch,
+                    way.source,
+                    plain,
+                    begun.directory,
+                    workers=self._workers,
+                    resume=begun.resumed,
+                    durable=self._slots.durable,
+                    lost=partial(self._slots.give_up, begun.name),
+                    progress=self._progress,
+                )
+        except BaseMismatch as error:
+            if way.source is not self._source:
+                raise
+            raise DamagedSlot(  # no wrong base, but a live slot whose bytes changed
+                f"The live slot is damaged: {error}",
+                key=str(self._slots.link),
+                hint=f"Mend it with `receiver repair`, or remove {self._slots.link} (the link) to build it anew.",
+            ) from error
+        return _Built(begun.name, plan, built, replayed, begun_at)
 
     def _swap_back(self, target: Manifest, started: float) -> Patched | None:
         """Make the other slot live if it holds ``target``, verified; else return ``None``."""
@@ -249,7 +276,7 @@ class Patcher:
             target=target,
             fetched_bytes=0,
             stored_bytes=0,
-            stages={"verify": verified - started, "swap": time.perf_counter() - verified},
+            stages={"plan": verified - started, "swap": time.perf_counter() - verified},
         )
 
     def _first_source(self) -> Source | None:
@@ -301,3 +328,20 @@ def check_history(store: Store, slots: Slots, live: LiveSlot) -> None:
             key=manifest_key(record.version),
             hint=f"Remove {slots.link} to start again from the store.",
         )
+
+
+def _look_again(way: _Way, newest: Callable[[], Manifest], fetch: Fetch) -> None:
+    """Raise ``_Newer`` if there is a newer version now, and its parts are few against the model."""
+    here = {part.key for step in fetch.plan.steps for part in step.parts}
+    try:
+        found = newest()
+        if found.version <= way.target.version:
+            return
+        further = way.planner.plan(fetch.plan.start, found.version)
+    except DeltastoreError as error:  # all that this patch needs is here: it is not given up for a question
+        _log.info("Whether there is a newer version is not known: %s", error)
+        return
+    missing = sum(part.size for step in further.steps for part in step.parts if part.key not in here)
+    if missing <= _FOLDED_SHARE * found.model.snapshot_bytes:
+        _log.info("Version %d is folded into the patch to %d.", found.version, way.target.version)
+        raise _Newer(replace(way, target=found, newest=None), further, fetch.downloaded())

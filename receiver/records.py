@@ -11,7 +11,7 @@ from deltastore.digest import DEFAULT_HASH, HASHES, hasher
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FORMAT", "File", "Goal", "ScrubRecord", "SlotRecord", "read_record", "record_bytes"]
+__all__ = ["FORMAT", "File", "Goal", "OtherFile", "ScrubRecord", "SlotRecord", "read_record", "record_bytes"]
 
 FORMAT = 1
 
@@ -25,6 +25,13 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     inode: int
 
 
+class OtherFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file beside the weights: its name and its digest."""
+
+    name: str
+    digest: str
+
+
 class SlotRecord(msgspec.Struct, frozen=True):
     """What a slot holds. ``boot_id`` is that of the kernel under which the bytes were last hashed."""
 
@@ -36,6 +43,7 @@ class SlotRecord(msgspec.Struct, frozen=True):
     hash: str
     boot_id: str
     files: tuple[File, ...]
+    other_files: tuple[OtherFile, ...]
 
 
 class Goal(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
@@ -29,6 +29,8 @@ from deltastore.errors import (
     VersionNotFound,
 )
 from deltastore.excerpt import Excerpts, groups, version_digests
+from deltastore.limits import UNLIMITED
+from deltastore.manifest import FILES
 from deltastore.materialize import DirectoryWriter, sync_directory
 from deltastore.planner import Planner
 from deltastore.replay import counter
@@ -36,14 +38,16 @@ from deltastore.restore import Source, identify, outline
 from deltastore.snapshot import CHUNK_BYTES, chunk_spans
 from deltastore.spool import disk_error
 
+from .other_files import damaged_files, files_again
 from .patcher import check_history
 from .place import free_bytes
 from .scrub import SlotFiles, damaged_chunks, wrong_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from deltastore.limits import Limits
     from deltastore.manifest import Manifest
     from deltastore.plan import Plan
     from deltastore.reader import Store
@@ -58,8 +62,6 @@ if TYPE_CHECKING:
 __all__ = ["Repaired", "repair"]
 
 _log = logging.getLogger("receiver")
-#: Chunks had again at a time.
-_GROUP_BYTES = 64 << 20
 _NO_DIGESTS = np.zeros((0, 0), np.uint8)
 
 
@@ -69,7 +71,7 @@ class Repaired:
 
     ``damaged`` of ``chunks`` chunks, in these tensors; how many of them came from the other slot, and how many from the
     store, and for how many bytes fetched. ``records``: what of ``json`` and ``digests`` was written anew. ``files``:
-    the weight files that were made anew.
+    the files that were made anew, weights or not.
     """
 
     version: int
@@ -94,12 +96,13 @@ def repair(
     *,
     base: Path | None = None,
     workers: int,
+    limits: Limits = UNLIMITED,
     progress: Progress | None = None,
 ) -> Repaired:
     """Hash all of the live slot and mend what is damaged. The lock of ``slots`` must be held.
 
-    Raises ``SlotError`` when nothing is live, ``CorruptObject`` when some chunk cannot be had again from anywhere;
-    what is live stays live then, damaged as it is.
+    ``limits`` are for what is fetched and held for it. Raises ``SlotError`` when nothing is live, ``CorruptObject``
+    when some chunk cannot be had again from anywhere; what is live stays live then, damaged as it is.
     """
     try:
         live = slots.live()
@@ -110,7 +113,7 @@ def repair(
             f"{slots.link} is not a receiver's checkpoint.", key=str(slots.link), hint="Run `receiver once` first."
         )
     check_history(store, slots, live)
-    return _Repair(store, slots, live, base, workers=workers, progress=progress).run()
+    return _Repair(store, slots, live, base, workers=workers, limits=limits, progress=progress).run()
 
 
 def _recorded_anew(
@@ -137,13 +140,22 @@ class _Repair:
     """One repair of a slot whose record is whole."""
 
     def __init__(
-        self, store: Store, slots: Slots, live: LiveSlot, base: Path | None, *, workers: int, progress: Progress | None
+        self,
+        store: Store,
+        slots: Slots,
+        live: LiveSlot,
+        base: Path | None,
+        *,
+        workers: int,
+        limits: Limits,
+        progress: Progress | None,
     ) -> None:
         self._store = store
         self._slots = slots
         self._live = live
         self._base = base
         self._workers = workers
+        self._limits = limits
         self._progress = progress
         self._manifest: Manifest = store.manifest(live.record.version)
         self._hash = hasher(live.record.hash)
@@ -152,6 +164,7 @@ class _Repair:
         self._planner = Planner(store)
         self._excerpts: dict[tuple[str, ...], Excerpts] = {}
         self._identified: Source | None = None
+        self._dead_ends: list[Source | None] = []
         self._other: tuple[SlotFiles, Source] | None = None
 
     def run(self) -> Repaired:
@@ -164,7 +177,9 @@ class _Repair:
             damaged = damaged_chunks(files, schema, digests, self._hash, workers=self._workers, progress=checking)
             tensors = np.unique(np.searchsorted(schema.first_chunk, damaged, side="right") - 1)
             broken = files.broken | set(plain.places.files_of(tensors).tolist())
-            if broken:
+            lost = damaged_files(self._live.directory, self._live.record.other_files, self._hash)
+            plain = self._with_other_files(plain)
+            if broken or lost:
                 self._mend(plain, files, digests, damaged, broken)
             elif records:
                 self._finish(self._live.name, plain, self._live.directory, digests)
@@ -176,7 +191,7 @@ class _Repair:
                 from_other=self._from_other,
                 from_store=self._from_store,
                 fetched_bytes=self._fetched,
-                files=tuple(plain.layout.files[number].name for number in sorted(broken)),
+                files=(*(plain.layout.files[number].name for number in sorted(broken)), *lost),
                 records=records,
             )
 
@@ -198,6 +213,21 @@ class _Repair:
                         return outline(self._store, Source(checkpoint, slot.record.version, _NO_DIGESTS))
         return outline(self._store, None)
 
+    def _with_other_files(self, plain: Outline) -> Outline:
+        """Return an outline whose other files are those that were recorded."""
+        other = self._spare()
+        directories = [slot.directory for slot in (self._live, other) if slot is not None]
+        if self._base is not None:
+            directories.append(self._base)
+        again = files_again(self._live.record.other_files, self._hash, directories=directories, stored=self._base_files)
+        return replace(plain, other_files={**plain.other_files, **again})
+
+    def _base_files(self) -> Mapping[str, bytes]:
+        try:
+            return self._store.base_files(FILES)
+        except VersionNotFound:  # it does not hold its base
+            return {}
+
     def _spare(self) -> LiveSlot | None:
         try:
             return self._slots.other(self._live)
@@ -210,7 +240,7 @@ class _Repair:
             return self._slots.digests(self._live, self._store.schema()), ()
         except (SlotError, StorageError) as error:
             _log.warning("%s It is made anew from the store.", error)
-        table, fetched = version_digests(self._store, self._manifest)
+        table, fetched = version_digests(self._store, self._manifest, limits=self._limits)
         self._fetched += fetched
         return table, ("digests",)
 
@@ -231,7 +261,8 @@ class _Repair:
                 self._slots.prepare()
                 self._slots.check_room(nbytes)
             staged.mkdir()
-            self._write(plain, files, digests, damaged, broken, staged)
+            if broken:
+                self._write(plain, files, digests, damaged, broken, staged)
             self._install(plain, digests, broken, staged)
         except OSError as error:
             raise disk_error(error, self._slots.directory) from error
@@ -271,7 +302,7 @@ class _Repair:
         mending = counter(self._progress, "mend", int(self._bytes_of(numbers)))
         buffer = np.empty(CHUNK_BYTES, np.uint8)
         with DirectoryWriter(staged, plain.layout, plain.places, only=broken, durable=self._slots.durable) as writer:
-            for group in groups(numbers, nbytes=_GROUP_BYTES):
+            for group in groups(numbers, nbytes=self._limits.group_bytes):
                 mended = self._again(group[np.isin(group, damaged)], digests)
                 for span in chunk_spans(schema, group):
                     out = buffer[: span.nbytes]
@@ -315,11 +346,15 @@ class _Repair:
         missing = np.array([number for number in numbers.tolist() if number not in found], np.int64)
         problem: DeltastoreError | None = None
         for start in self._starts() if len(missing) else ():
+            if start in self._dead_ends:
+                continue
             try:
                 found |= self._fetch(start, missing, digests)
             except (BaseMismatch, CorruptObject, VersionNotFound, ObjectNotFound) as error:
                 _log.warning("A way to mend it leads nowhere: %s", error)
                 problem = error
+                if isinstance(error, VersionNotFound):  # which is so for all chunks
+                    self._dead_ends.append(start)
             else:
                 self._from_store += len(missing)
                 return found
@@ -375,7 +410,7 @@ class _Repair:
 
         def chunks(plan: Plan) -> dict[int, Bytes]:
             known = tuple(part.key for part in plan.parts)
-            excerpts = self._excerpts.setdefault(known, Excerpts(self._store, plan))
+            excerpts = self._excerpts.setdefault(known, Excerpts(self._store, plan, limits=self._limits))
             fetched = excerpts.fetched_bytes
             try:
                 return excerpts.chunks(numbers, digests, before=start.digests if start else None, read=read)

@@ -44,6 +44,8 @@ __all__ = ["Scrub", "SlotFiles", "damaged_chunks", "wrong_chunks"]
 #: How often the place in a pass is written down, in seconds.
 _NOTE_SECONDS = 10.0
 _STEP_CHUNKS = 1024
+#: Of the time that passed between two steps so much counts at most, in seconds: it does not hurry after a patch.
+_BURST_SECONDS = 1.0
 
 
 class SlotFiles:
@@ -164,12 +166,13 @@ class Scrub:
             self.record = ScrubRecord(FORMAT, "", "", 0, None)
 
     def step(self, live: LiveSlot, source: Source, hash_function: Hasher, *, stopped: Callable[[], bool]) -> Numbers:
-        """Read as many chunks as the time since the last step allows; returns those that are damaged, if any.
+        """Read as many chunks as the time since the last step allows, one second's at the most.
 
-        It is then past them: the next pass looks at them again.
+        Returns those that are damaged, if any. It is then past them: the next pass looks at them again.
         """
         now, schema = self._clock(), source.checkpoint.schema
-        self._budget = min(self._budget + self._rate * (now - self._last), max(60 * self._rate, CHUNK_BYTES))
+        most = max(self._rate * _BURST_SECONDS, CHUNK_BYTES)
+        self._budget = min(self._budget + self._rate * (now - self._last), most)
         self._last = now
         if (self.record.slot, self.record.commit_id) != (live.name, live.record.commit_id):
             self._move(live, 0, self.record.passed_at)

@@ -87,7 +87,7 @@ class Serving:
         elif info.version == weights.label:
             self._look_for_first_tokens()
             return
-        result = self._activate(weights, patcher)
+        result = self._activate(live, patcher)
         if result.outcome not in ("activated", "rolled-back", "refused"):
             raise _error(result)
 
@@ -111,7 +111,7 @@ class Serving:
         if info.version in (None, weights.label) and (not info.paused or self._engine.probes_paused):
             before = self._engine.probe()
         for _ in range(1 if before is not None else 2):
-            result = self._activate(weights, patcher, reference=before)
+            result = self._activate(live, patcher, reference=before)
             if result.outcome in ("rolled-back", "latched") or (result.outcome == "activated" and not result.probe):
                 told = "the engine has no probe" if result.error is None else str(result.error)
                 raise SelfTestFailed(
@@ -124,6 +124,18 @@ class Serving:
                 raise _error(result)
             before = result.probe
         tell("self-test", f"The engine reloads {weights.label} as it was.", version=weights.version)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Note that a version is put in place meanwhile; what the engine serves stays as it is."""
+        before = self._status.activation
+        self._status.activates("preparing")
+        try:
+            yield
+        except BaseException:
+            self._status.activates(before)
+            raise
+        self._status.activates("prepared")
 
     def doubt(self) -> None:
         """Believe nothing of what the engine serves until it confirms again."""
@@ -154,7 +166,8 @@ class Serving:
             self.doubt()
             raise
 
-    def _activate(self, wanted: Weights, patcher: Patcher, *, reference: Probe | None = None) -> Activation:
+    def _activate(self, live: LiveSlot, patcher: Patcher, *, reference: Probe | None = None) -> Activation:
+        wanted = weights_of(live)
         with self._activating:
             if self._stopped():
                 raise Stopped
@@ -172,7 +185,7 @@ class Serving:
                 judge=self._judge(wanted, other, reference),
             )
             result = run.activate(UNKNOWN if self._confirmed is None else PREPARED)
-            self._settle(result, wanted, run.incarnation, patcher)
+            self._settle(result, wanted, run.incarnation, patcher, nbytes=sum(file.size for file in live.record.files))
             return result
 
     def _judge(
@@ -211,9 +224,9 @@ class Serving:
         if progress.state == "paused":
             self.doubt()
 
-    def _settle(self, result: Activation, wanted: Weights, incarnation: str, patcher: Patcher) -> None:
-        """Note how an activation ended."""
-        self._status.activated(result)
+    def _settle(self, result: Activation, wanted: Weights, incarnation: str, patcher: Patcher, *, nbytes: int) -> None:
+        """Note how an activation of a version of so many bytes ended."""
+        self._status.activated(result, nbytes=nbytes)
         tell(
             "activated",
             f"Engine: {result.outcome}, {result.weights.label if result.weights else 'as it was'} "

@@ -19,11 +19,8 @@ wrote them would not do: a forced unmount or a failed write loses what a process
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import os
 import shutil
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +31,6 @@ import msgspec
 import numpy as np
 
 from deltastore.checkpoint import Checkpoint, open_checkpoint
-from deltastore.clock import now
 from deltastore.digest import Hasher, hasher
 from deltastore.errors import CheckpointError, DamagedSlot, DiskFull, SlotError, StorageError, UsageError
 from deltastore.materialize import sync_directory, write_file
@@ -42,6 +38,8 @@ from deltastore.restore import Source
 from deltastore.snapshot import snapshot_id
 from deltastore.spool import disk_error
 
+from .lock import Lock
+from .other_files import damaged_files, recorded_files
 from .place import allocated_bytes, check_place, free_bytes, holders
 from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
 from .scrub import SlotFiles, damaged_chunks
@@ -89,24 +87,6 @@ def _boot_id() -> str:
         return ""  # unknown: equal to no recorded one that counts, so everything is hashed anew
 
 
-class _Holder(msgspec.Struct, frozen=True):
-    """Who works on a checkpoint, as the lock file tells people."""
-
-    pid: int
-    host: str
-    url: str | None = None
-    since: str | None = None
-
-
-def _holder(path: Path) -> str:
-    try:
-        holder = msgspec.json.decode(path.read_bytes(), type=_Holder)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return "one that did not say who it is"
-    since = f", since {holder.since}" if holder.since else ""
-    return f"process {holder.pid} on {holder.host}{since}{f', at {holder.url}' if holder.url else ''}"
-
-
 class Slots:
     """The slots of one ``--checkpoint DIR``. Take ``lock`` before anything is changed.
 
@@ -131,35 +111,19 @@ class Slots:
             raise UsageError(f"{path} cannot be a checkpoint.", hint="Give a path that can become a link.")
         self.link = path.parent.resolve() / path.name
         self.directory = self.link.with_name(f"{self.link.name}.slots")
-        self._lock: int | None = None
+        self._lock = Lock(self.directory / "lock", checkpoint=self.link)
 
     # Ownership
 
     def lock(self, *, url: str | None = None) -> None:
         """Become the one receiver of this checkpoint, until ``unlock``; raises ``SlotError`` saying who is."""
-        path = self.directory / "lock"
         try:
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._sync(self.directory.parent)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise disk_error(error, path) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = _holder(path)
-            os.close(descriptor)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise SlotError(
-                    f"{path} cannot be locked: {error.strerror}.", key=str(path), hint="Use a local file system."
-                ) from error
-            raise SlotError(
-                f"{self.link} is in the hands of another receiver: {owner}.",
-                key=str(path),
-                hint="Stop that one first, or give this one a checkpoint of its own.",
-            ) from error
-        self._lock = descriptor
+            raise disk_error(error, self.directory) from error
+        descriptor = self._lock.take()
         try:
             if not self._any_place:
                 check_place(self.directory, locked=descriptor)
@@ -174,17 +138,11 @@ class Slots:
 
     def announce(self, url: str | None) -> None:
         """Write into the lock file who holds it and where it listens."""
-        if self._lock is not None:
-            owner = _Holder(pid=os.getpid(), host=socket.gethostname(), url=url, since=now())
-            with suppress(OSError):  # for people only: a full disk must not keep a version from being served
-                os.ftruncate(self._lock, 0)
-                os.pwrite(self._lock, msgspec.json.encode(owner) + b"\n", 0)
+        self._lock.announce(url)
 
     def unlock(self) -> None:
         """Let another receiver work here."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     # What is there
 
@@ -275,6 +233,7 @@ class Slots:
         are hashed again. Raises ``DamagedSlot`` naming the tensors that are damaged.
         """
         checkpoint = self.open(live)
+        self.check_other_files(live)
         digests = self.digests(live, checkpoint.schema)
         record = live.record
         if not record.boot_id or record.boot_id != _boot_id() or record.files != _files(checkpoint):
@@ -282,6 +241,14 @@ class Slots:
             self.verify(checkpoint, digests, hasher(record.hash), workers=workers, progress=progress)
             self._write_record(live.name, record, files)
         return Source(checkpoint, record.version, digests)
+
+    def check_other_files(self, live: LiveSlot) -> None:
+        """Raise ``DamagedSlot`` unless a slot's config, tokenizer and the like are those that were recorded."""
+        names = damaged_files(live.directory, live.record.other_files, hasher(live.record.hash))
+        if names:
+            path = live.directory / names[0]
+            more = f", and {len(names) - 1} more files," if names[1:] else ""
+            raise DamagedSlot(f"{path}{more} is damaged.", key=str(path), hint="Mend it with `receiver repair`.")
 
     @staticmethod
     def verify(
@@ -423,6 +390,7 @@ class Slots:
             hash=hash_function.name,
             boot_id="",
             files=(),
+            other_files=recorded_files(held.checkpoint, hash_function),
         )
         path = self.directory / f"{name}.goal"
         try:

@@ -70,10 +70,12 @@ class Status:
         self._progress: dict[str, Any] | None = None
         self._counted: dict[str, int] = {}  # bytes of each stage of the work at hand
         self._counting = threading.Lock()
+        self._poll: float | None = None
         self._stages: dict[str, float] = {}
+        self._stage_bytes: dict[str, int] = {}
         self._last: dict[str, Any] = {}
         self._activation: dict[str, Any] | None = None
-        self._activates = "idle"
+        self.activation: State = "idle"
         self.latched: str | None = None
         self._scrub: dict[str, Any] = {"passed_at": None, "chunk": 0, "chunks": None}
         self._repair: dict[str, Any] | None = None
@@ -100,6 +102,7 @@ class Status:
 
     def polled(self, seconds: float) -> None:
         """Note a look at the store."""
+        self._poll = seconds
         self._metrics.seconds.labels("poll").observe(seconds)
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -116,14 +119,17 @@ class Status:
         self._metrics.patches.inc()
         self._metrics.fetched.inc(patched.fetched_bytes)
         self._last = {"from": patched.start, "to": patched.end, "fetched_bytes": patched.fetched_bytes}
+        self._stage_bytes = dict(patched.stage_bytes)
+        for stage in ("decode", "verify"):  # of the others it was told on the way
+            self._metrics.worked(stage, patched.stage_bytes.get(stage, 0))
         self._observe(patched.stages, before={})
 
     def activates(self, state: State) -> None:
         """Note how far an activation is."""
-        self._activates = state
+        self.activation = state
 
-    def activated(self, activation: Activation) -> None:
-        """Note how an activation ended."""
+    def activated(self, activation: Activation, *, nbytes: int) -> None:
+        """Note how an activation ended, of a version of so many bytes."""
         self._metrics.activations.labels(activation.outcome).inc()
         probe = activation.probe
         self._activation = {
@@ -138,6 +144,9 @@ class Status:
             self.latched = str(activation.error)
         elif activation.outcome in ("activated", "rolled-back", "lost"):
             self.latched = None
+        if "load" in activation.stages:
+            self._stage_bytes = {**self._stage_bytes, "load": nbytes}
+            self._metrics.worked("load", nbytes)
         self._observe(activation.stages, before=self._stages)
 
     def first_tokens(self, seconds: float) -> None:
@@ -151,6 +160,7 @@ class Status:
     def repaired(self, repaired: Repaired) -> None:
         """Note what was mended."""
         self._metrics.repairs.inc(repaired.damaged)
+        self._metrics.fetched.inc(repaired.fetched_bytes)
         self._repair = {
             "version": repaired.version,
             "damaged": repaired.damaged,
@@ -213,7 +223,7 @@ class Status:
             "receiver_id": self.receiver_id,
             "group": self.group,
             "state": self.state,
-            "activation": self._activates,
+            "activation": self.activation,
             "latched": self.latched,
             "ready": self.ready,
             "version": self.version,
@@ -225,7 +235,8 @@ class Status:
             "target_age": self._target_age,
             "lag": self.lag,
             "progress": self._progress,
-            "stages": self._stages,
+            "stages": {**({} if self._poll is None else {"poll": self._poll}), **self._stages},
+            "stage_bytes": self._stage_bytes,
             "last_update": self._last,
             "last_activation": self._activation,
             "scrub": self._scrub,

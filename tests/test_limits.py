@@ -141,12 +141,12 @@ def test_a_budget_adds_up_or_is_refused_with_the_least_that_works(
     assert 1 <= limits.fetchers <= 4
     assert MIB <= limits.piece_bytes <= 8 * MIB
     largest = 2 * (MAX_PART_BYTES if whole_parts else limits.piece_bytes)
-    assert largest <= limits.room._nbytes
+    assert largest <= limits.room.nbytes
     assert (
         deltastore.limits._PROCESS_BYTES
         + limits.workers * deltastore.limits._WORKER_BYTES
         + limits.window_rows * deltastore.limits._ROW_BYTES
-        + limits.room._nbytes
+        + limits.room.nbytes
         <= budget
     )
 

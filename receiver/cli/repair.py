@@ -8,11 +8,13 @@ from pathlib import Path
 import click
 
 from deltastore.cli.app import (
+    bandwidth_option,
     cache_options,
     debug_option,
     emit,
     json_option,
     progress_bar,
+    size_option,
     storage_options,
     trusted_keys_option,
 )
@@ -27,6 +29,8 @@ __all__ = ["command"]
 @click.option("--store", required=True, metavar="URL", help="The store that it follows.")
 @click.option("--base", metavar="DIR", type=Path, help="A checkpoint of the stream, where the store has no anchor.")
 @click.option("--workers", type=click.IntRange(1, 256), help="Threads (default: one a core).")
+@bandwidth_option
+@size_option("--memory-budget", help="Take at most so much memory, all included (default: no bound).")
 @place_options
 @cache_options
 @trusted_keys_option
@@ -38,6 +42,8 @@ def command(
     store: str,
     base: Path | None,
     workers: int | None,
+    max_bandwidth: int | None,
+    memory_budget: int | None,
     durability: str,
     unsafe_file_system: bool,
     cache: str | None,
@@ -47,11 +53,19 @@ def command(
     as_json: bool,
 ) -> None:
     """Mend the live slot's damaged chunks, from the other slot or from the store; no receiver may be running on it."""
-    from deltastore.patch import default_workers  # noqa: PLC0415 - heavy, and --help does without
+    from deltastore.limits import chosen_limits  # noqa: PLC0415 - heavy, and --help does without
+    from deltastore.patch import default_workers  # noqa: PLC0415
     from deltastore.reader import open_store  # noqa: PLC0415
     from receiver.repair import repair  # noqa: PLC0415
     from receiver.slots import Slots  # noqa: PLC0415
 
+    limits = chosen_limits(
+        workers=workers,
+        cores=default_workers(),
+        max_bandwidth=max_bandwidth,
+        memory_budget=memory_budget,
+        whole_parts=False,
+    )
     opened = open_store(
         store, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes, trusted_keys=trusted_keys
     )
@@ -59,7 +73,14 @@ def command(
     slots.lock()
     try:
         with progress_bar() as progress:
-            repaired = repair(opened, slots, base=base, workers=workers or default_workers(), progress=progress)
+            repaired = repair(
+                opened,
+                slots,
+                base=base,
+                workers=limits.workers or default_workers(),
+                limits=limits,
+                progress=progress,
+            )
     finally:
         slots.unlock()
     if as_json:

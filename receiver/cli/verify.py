@@ -18,7 +18,7 @@ __all__ = ["command"]
 @json_option
 @debug_option
 def command(checkpoint: Path, workers: int | None, as_json: bool) -> None:
-    """Hash every chunk of the live slot and compare; exits with 3 when one is damaged."""
+    """Hash every chunk of the live slot, and its other files, and compare; exits with 3 when something is damaged."""
     from deltastore.digest import hasher  # noqa: PLC0415 - heavy, and --help does without
     from deltastore.patch import default_workers  # noqa: PLC0415
     from receiver.slots import Slots  # noqa: PLC0415
@@ -48,6 +48,7 @@ def command(checkpoint: Path, workers: int | None, as_json: bool) -> None:
             if progress is not None:
                 progress("verify", done, total)
 
+        slots.check_other_files(live)
         slots.verify(
             opened,
             digests,

@@ -14,6 +14,7 @@ import pytest
 import training
 
 import deltastore.attempt
+import receiver.mending
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.container import build_header, parse_header
 from deltastore.digest import hasher
@@ -330,7 +331,23 @@ def test_the_hint_may_be_of_any_version(version, store, live):
     training.assert_holds(live, SNAPSHOTS[3])
 
 
-def test_a_damaged_live_slot_is_named_and_never_patched_further(store, live):
+@pytest.fixture
+def not_mended(monkeypatch):
+    """A way to run without repairs, which find no bytes anywhere."""
+
+    @contextmanager
+    def without():
+        def fail(*_, **__):
+            raise CorruptObject("It is nowhere to be had.", hint="Remove the link.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(receiver.mending, "repair", fail)
+            yield
+
+    return without
+
+
+def test_a_damaged_live_slot_is_named_never_patched_further_and_mended(store, live, not_mended, caplog):
     checkpoint = open_checkpoint(live)
     file, start = checkpoint.places.tensor(checkpoint.schema.position("b.weight"))
     path = live / checkpoint.layout.files[file].name
@@ -339,24 +356,29 @@ def test_a_damaged_live_slot_is_named_and_never_patched_further(store, live):
         stream.seek(start + 5)
         stream.write(bytes([stream.read(1)[0] ^ 2]))
     before = training.tree(live)
-    with pytest.raises(CorruptObject, match=r"b\.weight"):
+    with not_mended(), pytest.raises(CorruptObject, match="nowhere"):
         once(store, live)
+    assert "b.weight" in caplog.text
     assert training.tree(live) == before
+    once(store, live)
+    training.assert_holds(live, SNAPSHOTS[3])
 
 
 @pytest.mark.parametrize("record", ["a.json", "a.digests"])
 @pytest.mark.parametrize("damage", ["empty", "truncated", "middle bit", "gone"])
-def test_a_damaged_record_of_the_live_slot_is_told_and_mended_as_told(record, damage, store, live):
+@pytest.mark.parametrize("how", ["by itself", "as told"])
+def test_a_damaged_record_of_the_live_slot_is_told_and_mended(record, damage, how, store, live, not_mended):
     path = live.with_name("live.slots") / record.replace("a.", f"{live.readlink().name}.")
     if damage == "gone":
         path.unlink()
     else:
         path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    with pytest.raises(DeltastoreError) as caught:
-        once(store, live)
-    assert caught.value.hint
-    training.assert_holds(live, SNAPSHOTS[1])
-    live.unlink()
+    if how == "as told":
+        with not_mended(), pytest.raises(DeltastoreError) as caught:
+            once(store, live)
+        assert caught.value.hint
+        training.assert_holds(live, SNAPSHOTS[1])
+        live.unlink()
     once(store, live)
     training.assert_holds(live, SNAPSHOTS[3])
 

@@ -7,13 +7,13 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import httpx
 import msgspec
 import pytest
 import training
+from following import Run, ScriptedEngine, ready_at
 
 import receiver.daemon
 import receiver.patcher
@@ -33,82 +33,8 @@ from deltastore.errors import (
 from deltastore.manifest import encode_manifest, manifest_key
 from deltastore.signing import Signer, generate_key
 from receiver.daemon import Options, Receiver
-from receiver.engines.base import EngineInfo
 from receiver.follower import Follower
 from receiver.status import Status, StatusServer
-
-
-class ScriptedEngine:
-    """An engine that reads what it loads, fails as told, and knows what it must never be asked to do."""
-
-    def __init__(self):
-        self._incarnations = itertools.count()
-        self.calls = []
-        self.failures = {}
-        self.hooks = {}
-        self.refused = set()
-        self.probed = None
-        self.loaded = None
-        self.served = []
-        self.dead = False
-        self.restart()
-
-    def restart(self):
-        """Start afresh: another incarnation, at no version, running."""
-        self.incarnation, self.version, self.paused, self.broken = f"i{next(self._incarnations)}", None, False, False
-
-    def _call(self, name):
-        self.calls.append(name)
-        if hook := self.hooks.pop(name, None):
-            hook()
-        if self.dead:
-            raise EngineError("nothing answers")
-        if self.failures.get(name, 0):
-            self.failures[name] -= 1
-            raise EngineError(f"{name} failed", key=name)
-
-    def info(self):
-        self._call("info")
-        return EngineInfo(self.incarnation, self.version, self.paused)
-
-    probes_paused = True
-
-    @property
-    def number(self):
-        """The version's number out of its label."""
-        return self.version and self.version.rpartition("/")[2]
-
-    def pause(self, in_flight="wait", *, timeout=None):
-        self._call("pause")
-        self.paused = True
-
-    def load(self, checkpoint, *, version, keep_kv=False):
-        self._call("load")
-        if not self.paused:
-            raise EngineError("not paused")
-        self.version, self.broken = None, True
-        if (number := version.rpartition("/")[2]) in self.refused:
-            raise EngineError(f"no {number}")
-        self.loaded = training.load(checkpoint)
-        self.version, self.broken = version, False
-
-    def confirm(self, version):
-        self._call("confirm")
-        if self.broken or self.version != version:
-            raise EngineError("another version")
-
-    def probe(self):
-        self._call("probe")
-        return self.probed() if self.probed else None
-
-    def resume(self):
-        self._call("resume")
-        assert not self.broken, "resumed on weights that were not loaded"
-        self.paused = False
-        self.served.append(self.number)
-
-    def close(self):
-        self.calls.append("close")
 
 
 @pytest.fixture
@@ -118,61 +44,11 @@ def engine(monkeypatch):
     return made
 
 
-class Run:
-    """A stream, a trainer, and receivers."""
-
-    def __init__(self, root):
-        self.root = root
-        self.url = root / "store"
-        self.live = root / "host" / "live"
-        self.snapshots = [training.small_snapshot(0)]
-        self.base = training.save(root / "base", self.snapshots[0])
-
-    def publish(self, count=1):
-        with Writer(self.url, base=None if (self.url / "manifests").exists() else self.base) as writer:
-            for _ in range(count):
-                self.snapshots.append(training.small_snapshot(len(self.snapshots)))
-                writer.publish(self.snapshots[-1]).result()
-
-    def receiver(self, **options):
-        settings = {"store": str(self.url), "checkpoint": self.live, "poll": 0.02, **options}
-        made = Receiver(Options(**settings), Status(store=settings["store"], checkpoint=str(self.live), target="x"))
-        made.status = made._status
-        return made
-
-    @contextmanager
-    def running(self, **options):
-        made = self.receiver(**options)
-        failure = []
-
-        def run():
-            try:
-                made.run()
-            except BaseException as error:  # noqa: BLE001 - looked at by the test
-                failure.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        made.failure, made.thread = failure, thread
-        try:
-            yield made
-        finally:
-            made.stop()
-            thread.join(20)
-            assert not thread.is_alive()
-
-
 @pytest.fixture
 def run(tmp_path):
     made = Run(tmp_path)
     made.publish()
     return made
-
-
-def ready_at(made, version):
-    training.until(lambda: made.failure or (made.status.ready and made.status.serving == version), what=f"{version}")
-    assert made.failure == []
-    assert made.status.version == version
 
 
 def test_it_follows_versions_as_they_are_published(run, engine):
@@ -637,10 +513,20 @@ def test_metrics_and_status_tell_what_happened(run, engine):
     ):
         assert line in text
     record = made.status.record()
+    patching = {"plan", "fetch", "decode", "verify", "patch", "swap"}
     assert set(record["stages"]) == {
-        *("verify", "fetch", "patch", "swap"),
+        "poll",
+        *patching,
         *("barrier", "drain", "pause", "load", "confirm", "probe", "resume"),
     }
+    assert record["stages"]["decode"] + record["stages"]["verify"] <= record["stages"]["patch"] * 2  # two workers
+    schema = open_store(run.url).schema()
+    assert record["stage_bytes"]["verify"] == record["stage_bytes"]["patch"] == schema.nbytes
+    assert 0 < record["stage_bytes"]["decode"] <= record["stage_bytes"]["fetch"]
+    assert record["stage_bytes"]["load"] == sum(path.stat().st_size for path in run.live.glob("*.safetensors"))
+    for stage in ("decode", "verify", "load"):
+        assert f'receiver_stage_bytes_total{{stage="{stage}"}} {float(record["stage_bytes"][stage])}' in text
+        assert f'receiver_stage_seconds_count{{stage="{stage}"}} 1.0' in text
     assert record["last_activation"]["outcome"] == "activated"
 
 

@@ -22,6 +22,7 @@ from deltastore import Writer
 from deltastore.errors import SlotError, StorageError, UsageError, VersionNotFound
 from deltastore.heartbeat import read_fleet
 from deltastore.storage.local import LocalBackend
+from receiver.activation import Activation
 from receiver.daemon import Options, Receiver
 from receiver.repair import Repaired
 from receiver.status import Status, StatusServer
@@ -383,6 +384,19 @@ def test_bytes_are_counted_once_though_stages_overlap_and_threads_overtake(scene
     assert value(made, 'receiver_stage_bytes_total{stage="fetch"}') == 80
     assert value(made, 'receiver_stage_bytes_total{stage="patch"}') == 100
     assert value(made, "receiver_written_bytes_total") == 100
+
+
+def test_whatever_stages_an_activation_had_are_told_everywhere(scene):
+    made = scene.receiver()
+    made.status.receiver_id = made.status.stream_id = "0" * 32
+    stages = {"quantize": 2.0, "barrier": 0.5, "pause": 0.1, "load": 0.2, "first-tokens": 4.0}
+    made.status.activated(Activation("activated", 4, stages, 0.3), nbytes=7)
+    record = made.status.record()
+    assert record["stages"] == made.status.heartbeat_record(every=1.0).stages == stages
+    assert record["last_activation"]["paused_seconds"] == 0.3
+    for stage, seconds in stages.items():
+        assert value(made, f'receiver_stage_seconds_sum{{stage="{stage}"}}') == seconds
+    assert value(made, 'receiver_stage_bytes_total{stage="load"}') == record["stage_bytes"]["load"] == 7
 
 
 # -- heartbeats -------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import deltastore.attempt
+import receiver.repair
 from deltastore import Writer, open_store
-from deltastore.errors import CorruptObject, DeltastoreError, SlotError, StreamMismatch
+from deltastore.errors import CorruptObject, DamagedSlot, DeltastoreError, SlotError, StreamMismatch
+from deltastore.limits import Bandwidth, within_budget
 from receiver.patcher import Patcher
 from receiver.repair import repair
 from receiver.slots import Slots
@@ -190,7 +192,7 @@ def test_without_the_other_slot_the_store_has_every_chunk(other: str, store: Sto
 def test_chunks_of_many_groups_are_mended(
     store: Store, slots: Slots, history: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("receiver.repair._GROUP_BYTES", 2 << 20)
+    monkeypatch.setattr("deltastore.limits._GROUP_BYTES", 2 << 20)
     shutil.rmtree(slots.directory / "a")
     for path in slots.link.glob("*.safetensors"):
         size = path.stat().st_size
@@ -198,6 +200,91 @@ def test_chunks_of_many_groups_are_mended(
             stream.seek(size - (4 << 20))
             stream.write(bytes(1 << 20))
     mend(store, slots, history)
+    assert_whole(slots, history[1][2])
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "other bytes", "a directory"])
+@pytest.mark.parametrize("where", ["other slot", "store or base", "nowhere"])
+def test_a_lost_config_is_found_and_had_again(
+    damage: str, where: str, store: Store, slots: Slots, history: Any, commands: Any
+) -> None:
+    path = slots.link / "config.json"
+    path.unlink()
+    if damage == "a directory":
+        path.mkdir()
+    elif damage != "gone":
+        path.write_bytes(b"" if damage == "empty" else b"[]")
+    if where != "other slot":
+        (slots.directory / "a" / "config.json").unlink()
+    live = slots.live()
+    assert live is not None
+    with pytest.raises(DamagedSlot, match=r"config\.json"):
+        slots.source(live, workers=1)
+    ended = commands.run("receiver", "verify", "--checkpoint", slots.link)
+    assert (ended.code, "config.json" in ended.err) == (3, True)
+    patcher = Patcher(store, slots, workers=1)
+    with pytest.raises(DamagedSlot, match=r"config\.json"):
+        patcher.move_to(store.manifest(0))  # it would be carried on
+    if where == "nowhere":
+        if history[2]:
+            pytest.skip("this store holds its base")
+        with pytest.raises(CorruptObject, match="nowhere"):
+            repair(store, slots, workers=1)
+        return
+    weights = {path.stat().st_ino for path in slots.link.glob("*.safetensors")}
+    found = mend(store, slots, history)
+    assert (found.mended, found.damaged, found.files) == (True, 0, ("config.json",))
+    assert {path.stat().st_ino for path in slots.link.glob("*.safetensors")} == weights
+    assert_whole(slots, history[1][2])
+
+
+class Clock:
+    """Time that passes where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.mark.parametrize("digests", ["there", "lost"])
+def test_what_is_fetched_waits_for_bandwidth_and_keeps_to_a_budget(
+    digests: str, store: Store, slots: Slots, history: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(slots.directory / "a")
+    if digests == "lost":
+        (slots.directory / "b.digests").unlink()
+    for path in slots.link.glob("*.safetensors"):
+        with path.open("r+b") as stream:
+            stream.seek(path.stat().st_size - (5 << 20))
+            stream.write(bytes(5 << 20))
+    clock, asked, groups = Clock(), [], []
+    rate = 10 << 20
+    limits = within_budget(
+        256 << 20, workers=1, cores=1, whole_parts=False, bandwidth=Bandwidth(rate, clock=clock, sleep=clock.sleep)
+    )
+    again, read_range = receiver.repair._Repair._again, type(store.backend).read_range
+
+    def seen_again(self: Any, numbers: np.ndarray, digests: Any) -> Any:
+        groups.append(len(numbers))
+        return again(self, numbers, digests)
+
+    def seen_range(self: Any, key: str, start: int, end: int) -> bytes:
+        asked.append(end - start)
+        return read_range(self, key, start, end)
+
+    monkeypatch.setattr(receiver.repair._Repair, "_again", seen_again)
+    monkeypatch.setattr(type(store.backend), "read_range", seen_range)
+    found = mend(store, slots, history, limits=limits)
+    assert found.from_store == found.damaged > 4
+    assert sum(asked) == found.fetched_bytes
+    assert max(asked) <= limits.piece_bytes < 1 << 20
+    assert clock.seconds >= sum(asked) / rate - 0.051  # a twentieth of a second may have been saved up
+    assert max(groups) * (2 << 20) <= max(limits.group_bytes, 2 << 20)
     assert_whole(slots, history[1][2])
 
 
@@ -357,12 +444,44 @@ def test_the_command(store: Store, slots: Slots, history: Any, commands: Any) ->
     ended = commands.run("receiver", "verify", "--checkpoint", slots.link)
     assert ended.code == 3
     assert "t0" in ended.err
-    record = commands.run(*words, "--json").ok().json
+    record = commands.run(*words, "--json", "--max-bandwidth", "50MB", "--memory-budget", "512MiB").ok().json
     assert record["mended"]
     assert record["damaged"] == record["from_other"] == 1
     assert record["tensors"] == ["t0"]
     assert "whole" in commands.run(*words).ok().out
     commands.run("receiver", "verify", "--checkpoint", slots.link).ok()
+    assert_whole(slots, history[1][2])
+
+
+def test_once_mends_before_it_patches(slots: Slots, history: Any, commands: Any) -> None:
+    slots.unlock()
+    words: list[Any] = ["receiver", "once", "--checkpoint", slots.link, "--store", history[0] / "store"]
+    where = [] if history[2] else ["--base", history[0] / "base"]
+    flip(slots.link, "t0", 5)
+    record = commands.run(*words, "--json").ok().json
+    assert (record["ready"], record["last_repair"]["damaged"], record["last_repair"]["from_other"]) == (True, 1, 1)
+    assert_whole(slots, history[1][2])
+    # One that is met only while the slot is patched from: its file looks as it did.
+    path, _ = place_of(slots.link, "t0")
+    before = path.stat()
+    flip(slots.link, "t0", 7)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    record = commands.run(*words, *where, "--target", 1, "--json").ok().json
+    assert (record["version"], record["last_repair"]["damaged"]) == (1, 1)
+    assert_whole(slots, history[1][1])
+
+
+def test_once_tells_what_cannot_be_mended(slots: Slots, history: Any, commands: Any) -> None:
+    if history[2]:
+        pytest.skip("this store holds its base")
+    slots.unlock()
+    flip(slots.link, "t0", 5)
+    shutil.rmtree(slots.directory / "a")
+    ended = commands.run("receiver", "once", "--checkpoint", slots.link, "--store", history[0] / "store")
+    assert ended.code == 3
+    assert "--base" in ended.err
+    words = ["receiver", "once", "--checkpoint", slots.link, "--store", history[0] / "store"]
+    commands.run(*words, "--base", history[0] / "base").ok()
     assert_whole(slots, history[1][2])
 
 

@@ -82,10 +82,13 @@ def step(scrub: Scrub, slots: Slots, clock: Clock, seconds: float) -> list[int]:
 def test_it_reads_at_its_rate_and_goes_on_where_it_was(slots: Slots, tmp_path: Path) -> None:
     clock = Clock()
     scrub = Scrub(tmp_path / "note", rate=CHUNK_BYTES, clock=clock)
-    assert step(scrub, slots, clock, 2.0) == []
-    assert scrub.record.chunk == 2
-    assert step(scrub, slots, clock, 10.5) == []  # the rest, and then from the start
-    assert scrub.record.passed_at is not None
+    for chunk in (1, 2):
+        assert step(scrub, slots, clock, 1.0) == []
+        assert scrub.record.chunk == chunk
+    assert step(scrub, slots, clock, 3600.0) == []  # a second's worth, however long nobody read
+    assert scrub.record.chunk == 3
+    while scrub.record.passed_at is None:  # the rest, and then from the start
+        assert step(scrub, slots, clock, 1.0) == []
     again = Scrub(tmp_path / "note", rate=CHUNK_BYTES, clock=clock)
     assert again.record == scrub.record
     for damage in (b"", b"torn", (tmp_path / "note").read_bytes().replace(b'"format":1', b'"format":2')):
@@ -116,7 +119,8 @@ def test_a_rate_below_a_chunk_gets_there_too(slots: Slots, tmp_path: Path) -> No
 def test_after_a_swap_it_starts_anew(store: Store, slots: Slots, tmp_path: Path) -> None:
     clock = Clock()
     scrub = Scrub(tmp_path / "note", rate=CHUNK_BYTES, clock=clock)
-    step(scrub, slots, clock, 3.0)
+    for _ in range(3):
+        step(scrub, slots, clock, 1.0)
     patcher = Patcher(store, slots, workers=1)
     patcher.adopt()
     patcher.move_to(store.manifest(0))
@@ -170,6 +174,56 @@ def test_the_daemon_mends_what_is_damaged(moment: str, store: Store, slots: Slot
     assert live is not None
     checkpoint = slots.open(live)
     slots.verify(checkpoint, slots.digests(live, checkpoint.schema), HASH, workers=1)
+
+
+def test_a_config_that_is_lost_meanwhile_is_had_again(store: Store, slots: Slots, tmp_path: Path) -> None:
+    import threading  # noqa: PLC0415 - only here
+
+    status = Status(store="x", checkpoint="x", target="x")
+    options = {"scrub_rate": 1 << 30, "poll": 3600.0}
+    made = Receiver(Options(store=str(tmp_path / "store"), checkpoint=slots.link, **options), status)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    try:
+        training.until(lambda: status.ready, what="getting ready")
+        path = slots.link / "config.json"
+        before = path.read_bytes()
+        path.unlink()
+        training.until(lambda: status.record()["last_repair"], what="mending")
+        training.until(lambda: status.ready, what="getting ready again")
+    finally:
+        made.stop()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert path.read_bytes() == before
+    assert status.record()["last_repair"]["damaged"] == 0
+
+
+def test_the_daemon_reads_over_behind_others_and_while_it_waits(
+    store: Store, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading  # noqa: PLC0415 - only here
+
+    niceness: list[int] = []
+    read = Scrub.step
+
+    def seen(self: Scrub, *words: Any, **options: Any) -> Any:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return read(self, *words, **options)
+
+    monkeypatch.setattr(Scrub, "step", seen)
+    status = Status(store="x", checkpoint="x", target="x")
+    options = {"scrub_rate": 1 << 30, "nice": 19, "poll": 3600.0}
+    made = Receiver(Options(store=str(tmp_path / "store"), checkpoint=slots.link, **options), status)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    try:
+        training.until(lambda: status.record()["scrub"]["passed_at"], what="a pass, long before the next look")
+    finally:
+        made.stop()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert set(niceness) == {19}
 
 
 def _tensors(slots: Slots) -> dict[str, np.ndarray]:

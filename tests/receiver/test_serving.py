@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import pytest
 import training
-from test_daemon import Run, ScriptedEngine, ready_at
+from following import Run, ScriptedEngine, ready_at
 
 import receiver.daemon
 from deltastore import Writer, open_store
@@ -267,6 +267,23 @@ def test_an_engine_that_cannot_be_paused_goes_on_with_the_old_version_and_is_kno
         assert 'receiver_activations_total{outcome="failed"} 1.0' in made.status.metrics().decode()
         assert seen == ["loading"]
     assert engine.served == ["1", "1", "2"]  # released, and then activated
+
+
+def test_a_patch_that_fails_leaves_the_state_as_it_was(run, engine, monkeypatch):
+    with run.running(poll=0.01) as made:
+        ready_at(made, 1)
+        seen = []
+
+        def fail(*_, **__):
+            seen.append(made.status.record()["activation"])
+            raise StorageError("nobody answers")
+
+        monkeypatch.setattr(made._patcher, "move_to", fail)
+        run.publish()
+        training.until(lambda: made.status.error is not None)
+        assert seen[0] == "preparing"
+        assert made.status.record()["activation"] == "serving"
+        assert made.status.serving == 1
 
 
 def test_the_first_tokens_after_a_resume_are_timed_where_the_engine_tells(run, engine):

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import training
 
+import receiver.lock
 import receiver.slots
 from deltastore import Writer, open_store
 from deltastore.checkpoint import open_checkpoint
@@ -170,7 +171,7 @@ def test_a_place_that_cannot_be_locked_is_told(slots: Slots, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(receiver.slots.fcntl, "flock", refuse)
+    monkeypatch.setattr(receiver.lock.fcntl, "flock", refuse)
     with pytest.raises(SlotError, match="cannot be locked"):
         slots.lock()
 

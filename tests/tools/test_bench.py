@@ -36,6 +36,9 @@ SECTIONS = {
     "tiny": {"tiny": {"tensors", "bytes", "publish_seconds", "publish_us", "patch_seconds", "patch_us"}},
     "routes": {"routes": {"way", "steps", "stored_bytes", "share", "objects", "plan_seconds", "build_seconds"}},
     "storage": {"storage": {"client", "call", "object_bytes", "bytes", "gbps", "cpu_seconds_per_gb"}},
+    "generation": {
+        "generation": {"beside", "engine_bytes", "bytes", "patch_seconds", "alone", "meanwhile", "ratio", "ratios"}
+    },
     "gpu": {},
 }
 EXTRA = {"codec": ("--mib", "1", "--case", "f32"), "scale": ("--sizes", "1"), "memory": ("--sizes", "1")}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .settings import Settings, default_cache
 
-BENCHES = ("codec", "publish", "patch", "memory", "scale", "tiny", "routes", "storage", "gpu")
+BENCHES = ("codec", "publish", "patch", "memory", "scale", "tiny", "routes", "storage", "generation", "gpu")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ _COLUMNS = (
     Column("ours", "seconds", times),
     Column("GB/s", "gbps", rate),
     Column("ratio", "ratio", ratio),
-    Column("verify", "verify", times),
+    Column("plan", "plan", times),
     Column("fetch", "fetch", times),
     Column("patch", "patch", times),
     Column("swap", "swap", times),
@@ -100,7 +100,7 @@ def _measure(pair: Pair, threads: int, settings: Settings) -> Row:
         "seconds": found["ours"],
         "gbps": gigabytes(pair.nbytes, found["ours"]),
         "ratio": found["yardstick"] / found["ours"],
-        **{stage: stages.get(stage, 0.0) for stage in ("verify", "fetch", "patch", "swap")},
+        **{stage: stages.get(stage, 0.0) for stage in ("plan", "fetch", "decode", "verify", "patch", "swap")},
     }
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,10 @@ from receiver.engines.weights import WeightsDigest
 from receiver.quantize import make_scheme
 from tools.demo.client import Client
 from tools.demo.model import TIED
+from tools.demo.processes import PATIENCE_SECONDS, eventually, process, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Self
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["Row", "Scene"]
 
 _WINDOW_SECONDS = 1.5
-_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +92,29 @@ class Scene:
         ready = self._home / "engine.json"
         engine = [sys.executable, "-m", "receiver.engines.serve", "--model", "tools.demo.serving:build"]
         engine += ["--checkpoint", str(self._link), "--scheme", self._scheme, "--threads", "1"]
-        self._stack.enter_context(_process("engine", [*engine, "--ready-file", str(ready)], self._home))
-        self.engine_url = json.loads(_eventually(lambda: _text(ready)))["url"]
+        self._stack.enter_context(process("engine", [*engine, "--ready-file", str(ready)], self._home))
+        self.engine_url = json.loads(eventually(lambda: text_of(ready)))["url"]
         follow = ["--engine", "torch", "--engine-url", self.engine_url, "--poll", "0.1", "--listen", "127.0.0.1:0"]
         follow += ["--in-flight", "keep"]  # the client's streams go on under new weights
         follow += self._receiver_options
-        self._stack.enter_context(_process("receiver", [*receiver, "run", *at, *follow], self._home))
+        self._stack.enter_context(process("receiver", [*receiver, "run", *at, *follow], self._home))
         lock = self._link.with_name("model.slots") / "lock"
-        self._status_url = _eventually(lambda: json.loads(_text(lock) or "{}").get("url"))
+        self._status_url = eventually(lambda: json.loads(text_of(lock) or "{}").get("url"))
         self._http = self._stack.enter_context(httpx.Client(trust_env=False, timeout=10))
         self._expect(0, self._trainer.snapshot())
         self._until_serving(0)
         self.client = self._stack.enter_context(Client(self.engine_url))
         # The first pass at each context length pays for making its kernels; a whole stream has seen all of them.
-        self.client.wait_for(self._label(0), count=260, timeout=_PATIENCE_SECONDS)
+        self.client.wait_for(self._label(0), count=260, timeout=PATIENCE_SECONDS)
         self._quiet = self._observe()
 
     def _observe(self) -> float:
         """Let the client run undisturbed for a moment; returns its tokens a second."""
         start = time.monotonic()
         version = self._writer.version
-        self.client.wait_for(self._label(version), count=self._count(version) + 50, timeout=_PATIENCE_SECONDS)
+        self.client.wait_for(self._label(version), count=self._count(version) + 50, timeout=PATIENCE_SECONDS)
         while time.monotonic() < start + _WINDOW_SECONDS:
-            self.client.wait_for(self._label(version), count=self._count(version) + 1, timeout=_PATIENCE_SECONDS)
+            self.client.wait_for(self._label(version), count=self._count(version) + 1, timeout=PATIENCE_SECONDS)
         return self.client.rate(start, time.monotonic())
 
     def _label(self, version: int) -> str:
@@ -144,7 +143,7 @@ class Scene:
             assert record["error"] is None, record["error"]
             return record if record["serving"] == version else None
 
-        return _eventually(serving)
+        return eventually(serving)
 
     def step(self) -> Row:
         """Train a step, publish it, wait until it is served, and prove all that was promised."""
@@ -155,7 +154,7 @@ class Scene:
         committed = time.monotonic()
         self._expect(published.version, snapshot)
         record = self._until_serving(published.version)
-        self.client.wait_for(self._label(published.version), count=5, timeout=_PATIENCE_SECONDS)
+        self.client.wait_for(self._label(published.version), count=5, timeout=PATIENCE_SECONDS)
         arrived = next(token.at for token in self.client.tokens if token.version == self._label(published.version))
         last_old = max(token.at for token in self.client.tokens if token.at < arrived)
         during = self.client.rate(started, last_old)
@@ -197,40 +196,3 @@ class Scene:
             assert token.before == token.after, f"weights changed under a forward pass of version {token.version}"
             assert token.before == self.expected[token.version or ""], f"version {token.version} ran on other weights"
         return len(self.client.tokens)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def _eventually(look: Callable[[], Any]) -> Any:
-    """Look until there is something. Other processes' progress is seen by asking, as any operator would."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not (found := look()):
-        if time.monotonic() > deadline:
-            raise TimeoutError("nothing came of it in time")
-        time.sleep(0.01)
-    return found
-
-
-@contextmanager
-def _process(name: str, command: list[str], home: Path) -> Iterator[None]:
-    """Run a process beside us, its output in a file; end it with SIGTERM, and insist that it ends well."""
-    log = home / f"{name}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": "."}
-        )
-    try:
-        yield
-    except BaseException:
-        sys.stderr.write(f"--- {name}\n{_text(log)[-4000:]}\n")
-        raise
-    finally:
-        process.terminate()
-        try:
-            code = process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-    assert code == 0, f"the {name} ended with {code}:\n{_text(log)[-4000:]}"

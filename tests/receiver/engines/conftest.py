@@ -30,6 +30,15 @@ TINY = ModelConfig(
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """A tiny model's threads only wait for each other, for very long where the machine has other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def snapshot(seed: int, config: ModelConfig = TINY) -> dict[str, torch.Tensor]:
     state = CausalLM(config).initialise(seed).state_dict()
     return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}

@@ -8,7 +8,6 @@ import pytest
 
 from receiver.engines import make_engine
 from receiver.engines.none import NoEngine
-from receiver.engines.serve import EngineApp, serve_in_thread
 from receiver.engines.torch_module import TorchModuleEngine
 from receiver.testing.engine_contract import EngineContract
 from receiver.testing.engine_server import EngineServer
@@ -41,17 +40,6 @@ class TestTorchModuleEngine(Checkpoints):
     def engine(self, tiny_checkpoints, scheme):
         model = build(tiny_checkpoints[0], scheme)
         return TorchModuleEngine(model.module, scheme=scheme, mapping=TIED, probe=model.probe)
-
-
-class TestTorchServerEngine(Checkpoints):
-    @pytest.fixture
-    def engine(self, tiny_checkpoints):
-        model = build(tiny_checkpoints[0], "bf16")
-        served = TorchModuleEngine(model.module, mapping=TIED, probe=model.probe)
-        with serve_in_thread(EngineApp(served, model)) as url:
-            engine = make_engine("torch", url=url)
-            yield engine
-            engine.close()
 
 
 class Streamed(CompletionStream):
