@@ -286,7 +286,7 @@ def test_the_environments_proxies_are_not_used(monkeypatch):
 
 
 def test_engines_are_made_by_name():
-    assert engine_names() == ("none", "torch")
+    assert engine_names() == ("command", "none", "sglang", "torch", "vllm")
     assert isinstance(make_engine("none"), NoEngine)
     engine = make_engine("torch", url="http://127.0.0.1:1", options={"load-timeout": "7.5"})
     assert isinstance(engine, TorchServerEngine)
