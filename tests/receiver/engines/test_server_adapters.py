@@ -129,6 +129,32 @@ def test_a_load_that_stops_half_way_is_told_and_a_good_one_after_it_heals(server
     assert complete(server.url, PROMPT, 4)[0] == [token.token for token in expected_tokens(checkpoints[1], PROMPT, 4)]
 
 
+@pytest.mark.parametrize("path", ["/update_weight_version", "/reset_prefix_cache", "/update_weights_from_disk"])
+def test_an_answer_of_200_without_success_is_a_failure(server, engine, kind, checkpoints, path):
+    if path not in CALLS[kind]:
+        pytest.skip("another server's call")
+    activate(engine, checkpoints[1], "s/1")
+    engine.pause("keep")
+    tries = 5 if path == "/reset_prefix_cache" else 1
+    server.add(*[EngineFault(path=path, kind=EngineFaultKind.NOT_SUCCESS)] * tries)
+    with pytest.raises(EngineError, match=f"{path} says that it did not succeed: it could not"):
+        engine.load(checkpoints[2], version="s/2")
+    with pytest.raises(EngineError):
+        engine.confirm("s/2")
+    engine.load(checkpoints[2], version="s/2")
+    engine.confirm("s/2")
+
+
+def test_a_flush_that_does_not_succeed_at_once_is_tried_again(checkpoints):
+    """Blocks may be on their way to another memory."""
+    with EngineServer(checkpoints[0], kind="vllm") as server:
+        engine = make_engine("vllm", url=server.url)
+        server.add(EngineFault(path="/reset_prefix_cache", kind=EngineFaultKind.NOT_SUCCESS))
+        activate(engine, checkpoints[1], "s/1")
+        assert [call.path for call in server.calls].count("/reset_prefix_cache") == 2
+        engine.close()
+
+
 def test_a_load_is_never_sent_twice(server, engine, kind, checkpoints):
     engine.pause("keep")
     server.add(EngineFault(path=LOADS[kind], kind=EngineFaultKind.LOSE_ANSWER))
