@@ -161,8 +161,7 @@ def test_a_version_folded_into_a_patch_is_the_one_that_is_tried_and_refused(run,
 
 def test_a_target_still_to_come_is_waited_for(run, engine):
     with run.running(target="2") as made:
-        training.until(lambda: made.status.error is not None)
-        assert isinstance(made.status.error, VersionNotFound)
+        training.until(lambda: isinstance(made.status.error, VersionNotFound))
         assert not made.status.ready
         run.publish()
         ready_at(made, 2)
@@ -175,8 +174,7 @@ def test_a_store_that_is_not_there_yet_is_waited_for(run, engine):
     with pytest.raises(StoreNotFound):
         run.receiver().once()
     with run.running() as made:
-        training.until(lambda: made.status.error is not None)
-        assert made.status.error.kind == "store-not-found"
+        training.until(lambda: isinstance(made.status.error, StoreNotFound))
         (run.root / "later").rename(run.url)
         ready_at(made, 1)
 
@@ -236,8 +234,7 @@ def test_a_store_rolled_back_to_an_older_backup_is_refused(run, engine):
         with Writer(run.url) as writer:
             for seed in (50, 51, 52):
                 writer.publish(training.small_snapshot(seed)).result()
-        training.until(lambda: made.status.error is not None)
-        assert isinstance(made.status.error, CorruptObject)
+        training.until(lambda: isinstance(made.status.error, CorruptObject))
         assert made.status.serving == 3
     with pytest.raises(StreamMismatch, match="rolled back or replaced"):
         run.receiver().once()
@@ -271,8 +268,7 @@ def test_a_version_that_nobody_trusted_signed_is_not_taken(run, engine):
             )
             path = run.url / manifest_key(3)
             path.write_bytes(by_forger)
-            training.until(lambda: made.status.error is not None)
-            assert isinstance(made.status.error, SignatureMismatch)
+            training.until(lambda: isinstance(made.status.error, SignatureMismatch))
             assert (made.status.serving, made.failure) == (2, [])
             path.write_bytes(by_owner)
             ready_at(made, 3)
