@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Before anything imports it, so that its assertions show what they compared.
-pytest.register_assert_rewrite("deltastore.testing.storage_contract")
+pytest.register_assert_rewrite("deltastore.testing.storage_contract", "receiver.testing.engine_contract")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -29,7 +29,7 @@ CONFIG = {
     "head_dim": _HIDDEN // _HEADS,
     "hidden_act": "silu",
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,

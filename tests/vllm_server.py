@@ -58,7 +58,7 @@ def run_vllm(python: str, checkpoint: Path, log: Path, *arguments: str) -> Itera
         port = listener.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
-    command += ["--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager", "--enable-scale-out"]
+    command += ["--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager", "--enable-scale-out"]
     command += ["--kv-cache-memory-bytes", str(64 << 20), *arguments]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("ab") as output:

@@ -25,6 +25,7 @@ from receiver.testing.streams import CompletionStream, complete
 if TYPE_CHECKING:
     from pathlib import Path
 
+LONG = 3000  # tokens: some seconds even on a machine that does nothing else
 PROMPTS = ((5, 6, 7), (1000, 2000, 3000, 4000), tuple(range(100, 160)))
 PRECISIONS = {"bf16": (), "fp8": ("--quantization", "fp8_per_channel")}
 FLAVOURS = {"bf16": (), "bf16-extension": EXTENSION, "fp8-extension": EXTENSION}
@@ -190,15 +191,15 @@ def test_every_version_is_served_as_a_fresh_server_serves_it(run, server, fresh,
 def test_a_kept_request_goes_on_as_a_fresh_server_would_from_there(run, server, fresh):
     receiver = run.follow("--in-flight", "keep")
     receiver.ready(1)
-    before = complete(server.url, PROMPTS[0], 900)
-    stream = CompletionStream(server.url, PROMPTS[0], most_tokens=900)
+    before = complete(server.url, PROMPTS[0], LONG)
+    stream = CompletionStream(server.url, PROMPTS[0], most_tokens=LONG)
     assert stream.reach(50)
     run.publish()
     receiver.ready(2)
     assert stream.outcome() == "length"
-    differing = next(number for number in range(900) if stream.tokens[number] != before[0][number])
+    differing = next(number for number in range(LONG) if stream.tokens[number] != before[0][number])
     assert stream.logprobs[:50] == before[1][:50]
-    tokens, logprobs = complete(fresh.url, [*PROMPTS[0], *stream.tokens[:differing]], 900 - differing)
+    tokens, logprobs = complete(fresh.url, [*PROMPTS[0], *stream.tokens[:differing]], LONG - differing)
     assert stream.tokens[differing:] == tokens
     assert stream.logprobs[differing:] == pytest.approx(logprobs, abs=0.05)
     receiver.end()
@@ -207,7 +208,7 @@ def test_a_kept_request_goes_on_as_a_fresh_server_would_from_there(run, server, 
 def test_spans_name_the_versions_that_a_kept_request_was_made_with(run, server):
     receiver = run.follow("--in-flight", "keep")
     receiver.ready(1)
-    sampling = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True}
     body = {"token_ids": list(PROMPTS[0]), "sampling_params": sampling}
     with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, trust_env=False, timeout=120) as client:
         asked = pool.submit(client.post, "/inference/v1/generate", json=body)
@@ -216,14 +217,14 @@ def test_spans_name_the_versions_that_a_kept_request_was_made_with(run, server):
         receiver.ready(2)
         spans = asked.result().raise_for_status().json()["choices"][0]["weight_versions"]
     assert [span["version"] for span in spans] == [run.label(1), run.label(2)]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 900)
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], LONG)
     receiver.end()
 
 
 def test_a_receiver_killed_between_pause_and_resume_is_made_good_by_the_next_one(run, server, fresh):
     receiver = run.follow("--in-flight", "keep")
     receiver.ready(1)
-    stream = CompletionStream(server.url, PROMPTS[0], most_tokens=900)
+    stream = CompletionStream(server.url, PROMPTS[0], most_tokens=LONG)
     assert stream.reach(1)
     run.publish()
     with httpx.Client(base_url=server.url, trust_env=False) as client:
