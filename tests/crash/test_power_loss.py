@@ -377,8 +377,8 @@ def test_pages_lost_from_a_live_slot_are_found_and_mended_chunk_by_chunk(
             slots.unlock()
         training.assert_holds(slots.link, contents[2], others=False)
         shutil.rmtree(root)
-    assert mended[1] >= rounds(5, 20)
-    assert mended[2] >= rounds(5, 20)
+    assert mended[1] >= rounds(2, 20)
+    assert mended[2] >= rounds(2, 10)
 
 
 def test_a_receiver_that_did_not_wait_for_the_disk_is_found_out(
