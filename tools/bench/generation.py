@@ -50,8 +50,9 @@ _LEAST_WINDOW = 1.5
 _LOOK_SECONDS = 0.1
 _POLITE = ("--nice", "19", "--io-priority", "idle")
 _ENGINES = {"small": ModelConfig(), "large": ModelConfig(hidden_size=1024, intermediate_size=3072)}
-#: What any process costs that does nothing but use the other core's share of memory, for a while at each line.
-_COPY = f"""
+#: What any process costs that uses a core, and one that uses its share of the memory's bandwidth besides.
+_CONTROLS = {"a loop without memory, nice 19": "sum(range(10000))", "memory copied, nice 19": "np.copyto(one, other)"}
+_BUSY = f"""
 import os, sys, time
 import numpy as np
 os.nice(19)
@@ -59,15 +60,15 @@ one, other = np.full({_TILE}, 1, np.uint8), np.full({_TILE}, 2, np.uint8)
 for line in sys.stdin:
     until = time.monotonic() + {_LEAST_WINDOW}
     while time.monotonic() < until:
-        np.copyto(one, other)
+        STEP
     print("done", flush=True)
 """
 
 
 def run(settings: Settings) -> Report:
-    """Measure each engine beside receivers with and without a low priority, and beside memory that is copied."""
+    """Measure each engine beside receivers with and without a low priority, and beside what only uses a core."""
     engines = [name for name in _ENGINES if settings.case in name and not (settings.quick and name == "large")]
-    nbytes = settings.model_bytes(512, 16)
+    nbytes = settings.model_bytes(2048, 16)
     pair = repeated(make_pair("bf16", 0.02, min(nbytes, _TILE)), nbytes)
     publish_chain(settings.directory, pair, 2 * settings.rounds * len(engines))
     rows: list[Row] = []
@@ -79,9 +80,10 @@ def run(settings: Settings) -> Report:
                     rows.append(_measure(client, patch, version, settings))
                 rows[-1] |= {"beside": " ".join(("receiver", *options))}
                 version += settings.rounds
-            with _copying() as copy:
-                rows.append({**_measure(client, copy, version, settings), "beside": "memory copied, nice 19"})
-            for row in rows[-3:]:
+            for shown, step in _CONTROLS.items():
+                with _busy(step) as work:
+                    rows.append({**_measure(client, work, version, settings), "beside": shown})
+            for row in rows[-2 - len(_CONTROLS) :]:
                 row |= {"engine_bytes": engine_bytes, "bytes": pair.nbytes}
     polite = [row["ratio"] for row in rows if "--nice" in row["beside"]]
     targets = (Target("tokens/s while patching / alone", _WANTED, min(polite)),)
@@ -161,19 +163,19 @@ def _receiver(home: Path, options: Sequence[str]) -> Iterator[Callable[[int], fl
 
 
 @contextmanager
-def _copying() -> Iterator[Callable[[int], float]]:
-    """Start a process that copies memory when it is told to; yields what has it do so, and returns the seconds."""
-    command = [sys.executable, "-c", _COPY]
+def _busy(step: str) -> Iterator[Callable[[int], float]]:
+    """Start a process that repeats a step for a while when it is told to; yields what tells it, and returns seconds."""
+    command = [sys.executable, "-c", _BUSY.replace("STEP", step)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         said, heard = running.stdin, running.stdout
         assert said is not None
         assert heard is not None
 
-        def copy(number: int) -> float:
+        def work(number: int) -> float:
             start = time.monotonic()
             said.write(f"{number}\n")
             said.flush()
             heard.readline()
             return time.monotonic() - start
 
-        yield copy
+        yield work
