@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("deltastore.testing.storage_contract", "receiver.testing.engine_contract")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from forkserver import ForkServer
 
@@ -31,6 +31,14 @@ settings.load_profile("fixed")
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name cases by text that can be sent to another process; lone surrogates cannot."""
     return ascii(val) if isinstance(val, str) and not val.isprintable() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep what a test printed such that it can be sent to another process, too."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session")
