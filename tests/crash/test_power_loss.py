@@ -11,6 +11,7 @@ import copy
 import os
 import random
 import shutil
+import stat
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +123,9 @@ class Recorder:
         if name == "open":
             return
         if name in {"pwrite", "fsync", "fdatasync", "posix_fallocate"}:
-            inode = self.disk.inodes.get(os.fstat(words[0]).st_ino)
+            status = os.fstat(words[0])
+            # A new directory may have the number of a file that was removed.
+            inode = None if stat.S_ISDIR(status.st_mode) else self.disk.inodes.get(status.st_ino)
             if name == "pwrite" and inode is not None:
                 data, offset = bytes(words[1]), words[2]
                 for start in range(0, len(data), PAGE):

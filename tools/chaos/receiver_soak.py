@@ -356,7 +356,7 @@ class _Scene:
         def there() -> bool:
             self._keep_up()
             self._look()
-            if self._looked_at != version or self._engine.served.version != str(version):
+            if self._looked_at != version or self._engine.served.version != self._label(version):
                 return False
             # A new life finds the engine where the last one left it.
             return self._confirmed or self._daemon.status().get("serving") == version
@@ -366,6 +366,10 @@ class _Scene:
         assert self._engine.served.digest == expected, f"the engine's version {version} is not the trainer's"
         self._report.served += 1
         self._confirmed = True
+
+    def _label(self, version: int) -> str:
+        """Return what the engine calls a version."""
+        return f"{self._writer.head.stream_id}/{version}"
 
     def _keep_up(self) -> None:
         """Start the daemon again, as a supervisor does, where a damaged answer ended it before it served anything."""
@@ -426,7 +430,7 @@ class _Scene:
         found = held(self._live)
         assert found is not None
         assert found.version == version
-        assert self._engine.served.version == str(version)
+        assert self._engine.served.version == self._label(version)
         self._link.trouble()
         self._report.outages += 1
 
