@@ -167,7 +167,7 @@ def small_snapshot(seed: int = 0, *, elements: int = 64) -> Snapshot:
     }
 
 
-def until(condition: Callable[[], object], *, seconds: float = 20.0, what: str = "it") -> None:
+def until(condition: Callable[[], object], *, seconds: float = 60.0, what: str = "it") -> None:
     """Look again and again until ``condition`` holds: for another process's progress, which cannot be waited on."""
     import time  # noqa: PLC0415 - only here
 

@@ -424,7 +424,7 @@ def test_an_engine_that_takes_nothing_stays_paused_and_is_tried_ever_more_slowly
         training.until(lambda: engine.calls.count("pause") >= 3)
         assert made.status.error is not None
         assert made.status.serving is None
-        assert made.status.record()["state"] == "latched"
+        training.until(lambda: made.status.record()["state"] == "latched")
         assert engine.paused
         engine.refused.clear()
         ready_at(made, 1)
