@@ -161,11 +161,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.leave(data.draw(st.sampled_from(sorted(self.trainers))))
 
     @precondition(lambda self: self.trainers)
-    @rule(data=st.data())
-    def crash(self, data):
+    @rule(data=st.data(), lands=st.booleans())
+    def crash(self, data, lands):
         """Forget a writer as a kill would: nothing is settled, what is on its way may land or not."""
         trainer = self.trainers.pop(data.draw(st.sampled_from(sorted(self.trainers))))
-        if data.draw(st.booleans()):
+        if lands:
             trainer.backend.land()
             if self.has_landed(trainer):
                 self.history.append(trainer.doubt[1])
