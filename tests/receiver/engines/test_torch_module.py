@@ -401,7 +401,7 @@ def test_a_drain_that_takes_too_long_holds_nothing_and_another_pause_ends_it(str
     with pytest.raises(DrainTimeout, match="2 streams have not ended"):
         streams.gate.pause("wait", drain=0.01)
     late = streams.start()  # let in again
-    assert streams.step.acquire(timeout=5)
+    until(lambda: len(streams.gate._streams) == 3)
     pausing = streams.pool.submit(streams.gate.pause, "wait", drain=20)
     until(lambda: streams.gate._draining)
     streams.gate.pause("abort")
