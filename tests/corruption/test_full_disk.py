@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import subprocess
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -25,33 +25,46 @@ SNAPSHOTS = [training.small_snapshot(seed) for seed in range(4)]
 CALLS = ("pwrite", "write", "posix_fallocate", "fsync", "link", "replace", "rename", "mkdir", "open")
 
 
+class Failing:
+    """Within it the n-th call of one kind fails; ``met`` tells whether it came to that."""
+
+    def __init__(self, monkeypatch, name, number, code):
+        self.name, self.met = name, False
+        self._monkeypatch, self._number, self._code = monkeypatch, number, code
+
+    def __enter__(self):
+        self._patch = self._monkeypatch.context()
+        self._patch.__enter__().setattr(os, self.name, self._wrapped(getattr(os, self.name)))
+
+    def __exit__(self, *error):
+        self._patch.__exit__(*error)
+
+    def _wrapped(self, call):
+        numbers = itertools.count()
+
+        def changed(*arguments, **options):
+            needs_room = self.name != "open" or (len(arguments) > 1 and arguments[1] & os.O_CREAT)
+            if needs_room and next(numbers) == self._number:
+                self.met = True
+                raise OSError(self._code, os.strerror(self._code))
+            return call(*arguments, **options)
+
+        return changed
+
+
 @pytest.fixture
 def full(monkeypatch):
-    """Have the n-th of the calls that need room fail, once; tells whether it came to that."""
+    """Have each of the calls that need room fail, one at a time, however threads take turns: by kind and number."""
 
-    @contextmanager
-    def failing(number, code=errno.ENOSPC):
-        count, met = 0, []
+    def failures(code=errno.ENOSPC, *, step=1):
+        for name in CALLS:
+            for number in itertools.count(0, step):
+                failing = Failing(monkeypatch, name, number, code)
+                yield failing
+                if not failing.met:
+                    break
 
-        def wrapped(name, call):
-            def changed(*arguments, **options):
-                nonlocal count
-                if name == "open" and not (len(arguments) > 1 and arguments[1] & os.O_CREAT):
-                    return call(*arguments, **options)
-                count += 1
-                if count == number + 1:
-                    met.append(name)
-                    raise OSError(code, os.strerror(code))
-                return call(*arguments, **options)
-
-            return changed
-
-        with monkeypatch.context() as patch:
-            for name in CALLS:
-                patch.setattr(os, name, wrapped(name, getattr(os, name)))
-            yield met
-
-    return failing
+    return failures
 
 
 @pytest.fixture
@@ -73,17 +86,17 @@ def told(error):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_publish_without_room_at_any_call_loses_nothing(code, base, tmp_path, full):
     seen = set()
-    number = 0
-    while True:
+    for number, failing in enumerate(full(code)):
         store = tmp_path / f"store{number}"
         contents = [SNAPSHOTS[0]]
         with Writer(store, base=base, spool=tmp_path) as writer:
-            with full(number, code) as met:
+            with failing:
                 try:
                     writer.publish(SNAPSHOTS[1]).result()
                 except DeltastoreError as error:
                     assert told(error)
-            seen |= set(met)
+            if failing.met:
+                seen.add(failing.name)
             # Committed in spite of it, or not at all; the next one is right either way.
             writer.publish(SNAPSHOTS[2]).result()
             contents += [SNAPSHOTS[1]] * (writer.version == 2) + [SNAPSHOTS[2]]
@@ -93,17 +106,14 @@ def test_a_publish_without_room_at_any_call_loses_nothing(code, base, tmp_path, 
             opened.restore(version, tmp_path / f"out{number}" / str(version))
             training.assert_holds(tmp_path / f"out{number}" / str(version), snapshot)
         assert check(LocalBackend(store), read_data=True).ok
-        if not met:
-            break
-        number += 1
     assert seen >= {"fsync", "link", "replace", "mkdir"}
 
 
 def test_an_init_without_room_at_any_call_can_be_repeated(base, tmp_path, full):
-    number = 0
-    while True:
+    step = 1 if os.environ.get("DELTASTORE_THOROUGH") == "1" else 2
+    for number, failing in enumerate(full(step=step)):
         store = tmp_path / f"store{number}"
-        with full(number) as met:
+        with failing:
             try:
                 Writer(store, base=base).close()
             except DeltastoreError as error:
@@ -113,10 +123,7 @@ def test_an_init_without_room_at_any_call_can_be_repeated(base, tmp_path, full):
         open_store(store).restore(1, tmp_path / "out" / str(number))
         training.assert_holds(tmp_path / "out" / str(number), SNAPSHOTS[1])
         assert check(LocalBackend(store), read_data=True).ok
-        if not met:
-            break
-        number += 1 if os.environ.get("DELTASTORE_THOROUGH") == "1" else 2
-    assert number > 20
+    assert number > 10
 
 
 @pytest.fixture
@@ -129,10 +136,10 @@ def store(base, tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_restore_without_room_at_any_call_leaves_nothing(code, store, tmp_path, full):
-    seen, number = set(), 0
-    while True:
+    seen = set()
+    for number, failing in enumerate(full(code)):
         target = tmp_path / "out" / f"restored{number}"
-        with full(number, code) as met:
+        with failing:
             try:
                 open_store(store).restore(3, target)
             except StorageError as error:
@@ -143,18 +150,17 @@ def test_a_restore_without_room_at_any_call_leaves_nothing(code, store, tmp_path
                 assert not [path for path in target.parent.glob("*") if path != target and number == 0]
         left = [path.name for path in target.parent.glob(".*")] if target.parent.exists() else []
         assert left == []
-        seen |= set(met)
-        if not met:
+        if failing.met:
+            seen.add(failing.name)
+        else:
             training.assert_holds(target, SNAPSHOTS[3])
-            break
-        number += 1
     assert seen >= {"pwrite", "posix_fallocate", "fsync", "mkdir", "open"}
 
 
 @pytest.mark.parametrize("kind", ["patch", "adoption", "new"])
 def test_a_receiver_without_room_at_any_call_keeps_its_version(kind, store, tmp_path, full):
-    seen, number = set(), 0
-    while True:
+    seen = set()
+    for number, failing in enumerate(full()):
         live = tmp_path / f"host{number}" / "live"
         if kind == "patch":
             once(store, live, target="1")
@@ -162,7 +168,7 @@ def test_a_receiver_without_room_at_any_call_keeps_its_version(kind, store, tmp_
             training.save(live, SNAPSHOTS[1])
         else:
             live.parent.mkdir()
-        with full(number) as met:
+        with failing:
             try:
                 once(store, live)
             except DeltastoreError as error:
@@ -175,10 +181,8 @@ def test_a_receiver_without_room_at_any_call_keeps_its_version(kind, store, tmp_
             assert kind == "new"
         once(store, live)
         training.assert_holds(live, SNAPSHOTS[3])
-        seen |= set(met)
-        if not met:
-            break
-        number += 1
+        if failing.met:
+            seen.add(failing.name)
     assert seen >= {"pwrite", "posix_fallocate", "fsync", "replace", "mkdir", "open"}
 
 
