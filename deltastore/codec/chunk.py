@@ -15,7 +15,7 @@ from deltastore.errors import UsageError
 
 from . import kernels
 from .context import apply_contextual, encode_contextual
-from .differences import GAPS, pack_changes
+from .differences import GAPS, ChangeStreams
 from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
 from .streams import StreamReader, StreamWriter
 
@@ -46,12 +46,22 @@ def _elements(data: Bytes, width: int) -> Array:
 class ChunkEncoder:
     """Encodes chunks at one level. Keeps scratch memory of a few chunks: one encoder a thread."""
 
-    __slots__ = ("_buffer", "_contextual", "_differences", "_positions", "_scratch", "_streams", "kept")
+    __slots__ = (
+        "_buffer",
+        "_changes",
+        "_contextual",
+        "_differences",
+        "_positions",
+        "_scratch",
+        "_streams",
+        "kept",
+    )
 
     def __init__(self, level: str = "fast") -> None:
         if level not in LEVELS:
             raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
         self._streams = StreamWriter()
+        self._changes: dict[int, ChangeStreams] = {}
         self._contextual = level == "max"
         self._scratch = np.empty(0, np.uint8)
         self._differences = np.empty(0, np.uint8)
@@ -115,9 +125,22 @@ class ChunkEncoder:
         positions.flags.writeable = differences.flags.writeable = False
         if self._suit_contexts(positions.size, old.size, old.itemsize):
             return encode_contextual(old, positions, differences, self._streams)
-        gaps = self._take_scratch(positions.size + old.size // 255 + 1)
-        pieces = pack_changes(positions, differences, gaps, self._streams)
-        return EncodedChunk(Encoding.SPARSE, positions.size, b"".join(pieces))
+        changes = self._take_changes(old.size, old.itemsize)
+        found = kernels.split_changes(positions, differences, *changes.room)
+        return self._sparse(changes, positions.size, old.itemsize, *found)
+
+    def _sparse(self, changes: ChangeStreams, count: int, width: int, gaps: int, bits: float) -> EncodedChunk:
+        """Encode changes that were split."""
+        pieces = changes.pack(count, width, gaps, bits, self._streams)
+        return EncodedChunk(Encoding.SPARSE, count, b"".join(pieces))
+
+    def _take_changes(self, elements: int, width: int) -> ChangeStreams:
+        """Return room for as many changes as are few in a chunk."""
+        changes = self._changes.get(width)
+        if changes is None or changes.elements < elements:
+            changes = ChangeStreams(most=elements // _SPARSE_SHARE, elements=elements, width=width)
+            self._changes[width] = changes
+        return changes
 
     def change_at(self, old: Bytes, new: Bytes, positions: Positions, *, width: int) -> EncodedChunk | None:
         """Do what ``change`` does, without looking for the changed elements: they are those at ``positions``.
@@ -204,7 +227,7 @@ class ChunkDecoder:
             raise DamagedChunk(f"it has {gaps_size} gap bytes for {changed} changes")
         gaps, signs = reader.next(gaps_size), reader.next((changed + 7) // 8)
         planes = reader.next_planes(elements.itemsize, changed)
-        if kernels.apply_sparse(elements, gaps, signs, planes, inverse):
+        if kernels.apply_sparse(elements, gaps, signs, changed, planes, inverse):
             raise DamagedChunk("its gaps lead outside the chunk, or do not fit the number of changes")
 
     @staticmethod

@@ -22,10 +22,22 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
-from .lanes import BYTES, LANES, changed_lanes, count_bits, equal_bytes, jit, jit_step, keep_lanes, lowest_bit
+from .lanes import (
+    BYTES,
+    LANES,
+    changed_lanes,
+    count_bits,
+    equal_bytes,
+    jit,
+    jit_short,
+    jit_step,
+    keep_lanes,
+    lowest_bit,
+)
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
+    Halves = tuple[tuple[Array, Array], ...]
 
 __all__ = [
     "BLOCK",
@@ -37,19 +49,25 @@ __all__ = [
     "find_changes",
     "join_differences",
     "join_planes",
-    "join_zeros",
     "list_changes",
     "list_lanes",
     "sample_bits",
     "set_apart",
+    "sift",
     "split_changes",
     "split_differences",
     "split_planes",
+    "worth_apart",
     "zigzag_planes",
 ]
 
 #: Elements that kernels of several steps take at a time, so that what one step wrote is still near for the next.
 BLOCK = 1024
+#: Zeros are set apart where they are at least this share of a stream of at least so many bytes.
+_APART_SHARE = 0.3
+_APART_FROM = 256
+#: Signs are looked at from so many bytes on: a shorter sample of noise looks less random than it is.
+_SAMPLED_FROM = 1024
 #: Changed elements of one vector that are listed without asking how many there are: a wrong guess of the branch
 #: costs more.
 _UNASKED = 4
@@ -156,6 +174,64 @@ def count_zeros(raw: Array) -> int:
     return zeros
 
 
+@jit
+def set_apart(raw: Array, flags: Array, values: Array) -> None:
+    """Tell which bytes of a uint8 stream are not zero, one bit a byte, and list those bytes in order."""
+    found = 0
+    whole = raw.size - raw.size % BYTES
+    for start in range(0, whole, BYTES):
+        others = ~equal_bytes(raw, start, 0)
+        for byte in range(8):
+            flags[(start >> 3) + byte] = np.uint8((others >> np.uint64(8 * byte)) & np.uint64(255))
+        while others:
+            values[found] = raw[start + lowest_bit(others)]
+            found += 1
+            others &= others - np.uint64(1)
+    flags[whole >> 3 :] = 0
+    for i in range(whole, raw.size):
+        if raw[i]:
+            flags[i >> 3] |= np.uint8(1 << (i & 7))
+            values[found] = raw[i]
+            found += 1
+
+
+def worth_apart(size: int, zeros: int) -> bool:
+    """Tell whether a stream of so many bytes, so many of them zero, has its zeros set apart."""
+    return size >= _APART_FROM and _APART_SHARE * size <= zeros < size
+
+
+_worth_apart = jit_step(worth_apart)
+
+
+@jit
+def sift(raw: Array, apart: Array) -> int:
+    """Count the zeros of a uint8 stream, and set them apart where that is worth it.
+
+    ``apart``: uint8 (size + (size + 7) // 8,): the flags, and behind them the values.
+    """
+    zeros: int = count_zeros(raw)
+    if _worth_apart(raw.size, zeros):
+        flags = (raw.size + 7) >> 3
+        set_apart(raw, apart[:flags], apart[flags : flags + raw.size - zeros])
+    return zeros
+
+
+@jit
+def sample_bits(raw: Array, samples: int) -> float:
+    """Return the order-0 entropy, in bits a byte, of about so many bytes of ``raw`` (uint8), evenly spread."""
+    counts = np.zeros(256, np.int64)
+    step = max(1, raw.size // samples)
+    taken = 0
+    for i in range(0, raw.size, step):
+        counts[raw[i]] += 1
+        taken += 1
+    bits = 0.0
+    for count in counts:
+        if count:
+            bits -= count * np.log2(count / taken)
+    return bits / taken
+
+
 @jit_step
 def _write_gaps(positions: Array, gaps: Array) -> int:
     length = 0
@@ -211,66 +287,96 @@ def _split_differences(differences: Array, signs: Array, planes: Array) -> None:
 
 
 @jit
-def split_differences(differences: Array, signs: Array, planes: Array, zeros: Array) -> None:
-    """Take differences (none of them zero) apart, and count the zeros of each stream.
+def split_differences(differences: Array, signs: Array, planes: Array, apart: Array, zeros: Array) -> float:
+    """Take differences (none of them zero) apart, and sift each stream; returns the bits a byte of a sample of signs.
 
     ``signs``: uint8, one bit a difference, set where it is negative; ``planes``: uint8 (width, differences), of the
-    magnitudes less one; ``zeros``: int64 (1 + width,), of the signs and of each plane.
+    magnitudes less one; ``apart``, ``zeros``: a row or number for the signs and each plane, as ``sift`` makes them.
     """
     _split_differences(differences, signs, planes)
-    zeros[0] = count_zeros(signs)
+    zeros[0] = sift(signs, apart[0])
     for plane in range(differences.itemsize):
-        zeros[1 + plane] = count_zeros(planes[plane])
+        zeros[1 + plane] = sift(planes[plane], apart[1 + plane])
+    bits: float = sample_bits(signs, signs.size) if signs.size >= _SAMPLED_FROM else 0.0
+    return bits
 
 
 @jit
-def split_changes(positions: Array, differences: Array, gaps: Array, signs: Array, planes: Array, zeros: Array) -> int:
-    """Write the gap stream of ``positions`` (int32, ascending), and take ``differences`` apart; returns its length.
+def split_changes(
+    positions: Array, differences: Array, gaps: Array, signs: Array, planes: Array, apart: Array, zeros: Array
+) -> tuple[int, float]:
+    """Write the gap stream of ``positions`` (int32, ascending), and take ``differences`` apart.
 
-    ``gaps``: uint8 (positions + last position // 255 + 1,); ``zeros``: int64 (2 + width,), of the gaps too, which come
-    first. All else is as for ``split_differences``.
+    ``gaps``: uint8 (positions + last position // 255 + 1,); ``signs``, ``planes``: uint8, as many as are needed or
+    more, the planes one behind the other; ``apart``, ``zeros``: as for ``split_differences``, those of the gaps first.
+    Returns the gaps' length, and what ``split_differences`` does.
     """
+    count = positions.size
     length: int = _write_gaps(positions, gaps)
-    zeros[0] = count_zeros(gaps[:length])
-    split_differences(differences, signs, planes, zeros[1:])
-    return length
+    zeros[0] = sift(gaps[:length], apart[0])
+    rows = planes[: count * differences.itemsize].reshape(differences.itemsize, count)
+    bits: float = split_differences(differences, signs[: (count + 7) >> 3], rows, apart[1:], zeros[1:])
+    return length, bits
 
 
 @jit_step
-def _join_planes(out: Array, planes: tuple[Array, ...]) -> None:
-    row = planes[0]
+def _join_zeros(flags: Array, values: Array, out: Array) -> None:
+    """Fill ``out`` (uint8) with values where flags are set, and zeros elsewhere."""
+    if not values.size:
+        out[:] = 0
+        return
+    last = values.size - 1
+    found = 0
     for i in range(out.size):
-        out[i] = row[i]
-    for plane in range(1, out.itemsize):
-        row = planes[plane]
+        flag = (flags[i >> 3] >> (i & 7)) & 1
+        out[i] = values[min(found, last)] * flag
+        found += flag
+
+
+@jit_step
+def _put_plane(out: Array, row: Array, plane: int) -> None:
+    if plane == 0:
+        for i in range(out.size):
+            out[i] = row[i]
+    else:
         for i in range(out.size):
             out[i] |= out.dtype.type(row[i]) << out.dtype.type(8 * plane)
 
 
 @jit
-def join_planes(out: Array, planes: tuple[Array, ...]) -> None:
-    """Build all values from their byte planes: uint8 of as many bytes as there are elements, one a byte of width."""
-    _join_planes(out, planes)
+def join_planes(out: Array, planes: Halves) -> None:
+    """Build all values from their byte planes, one a byte of width.
+
+    ``planes``: flags and values of each, uint8: a stream with its zeros apart, or no flags and all of its bytes.
+    """
+    row = np.empty(out.size, np.uint8)
+    for plane in range(out.itemsize):
+        flags, values = planes[plane]
+        if flags.size:
+            _join_zeros(flags, values, row)
+            _put_plane(out, row, plane)
+        else:
+            _put_plane(out, values, plane)
 
 
 @jit
-def join_differences(signs: Array, planes: tuple[Array, ...], differences: Array) -> None:
-    """Put differences together again from ``signs``, one bit a difference, and ``planes``."""
+def join_differences(signs: Array, planes: Halves, differences: Array) -> None:
+    """Put differences together again from ``signs``, one bit a difference, and ``planes`` (see ``join_planes``)."""
     kind = differences.dtype.type
-    _join_planes(differences, planes)
+    join_planes(differences, planes)
     for i in range(differences.size):
         negative = kind((signs[i >> 3] >> (i & 7)) & 1)
         differences[i] = kind(kind(kind(differences[i] + kind(1)) ^ kind(kind(0) - negative)) + negative)
 
 
 @jit
-def apply_sparse(out: Array, gaps: Array, signs: Array, planes: tuple[Array, ...], inverse: bool) -> int:
-    """Add differences to ``out`` (or take them away) where the gaps lead. ``signs``, ``planes``: the differences.
+def apply_sparse(out: Array, gaps: Array, signs: Array, count: int, planes: Halves, inverse: bool) -> int:
+    """Add ``count`` differences to ``out`` (or take them away) where the gaps lead. ``signs``, ``planes``: theirs.
 
     Returns 0, or what is wrong: 1: a position outside the chunk; 2: gaps and differences differ in number, or the last
     gap does not end.
     """
-    differences = np.empty(planes[0].size, out.dtype)
+    differences = np.empty(count, out.dtype)
     join_differences(signs, planes, differences)
     found = 0
     position = 0
@@ -321,44 +427,7 @@ def add_zigzag(out: Array, differences: Array, inverse: bool) -> None:
         out[i] = out.dtype.type(out[i] - difference) if inverse else out.dtype.type(out[i] + difference)
 
 
-@jit
-def set_apart(raw: Array, flags: Array, values: Array) -> None:
-    """Tell which bytes of a uint8 stream are not zero, one bit a byte, and list those bytes in order."""
-    found = 0
-    whole = raw.size - raw.size % BYTES
-    for start in range(0, whole, BYTES):
-        others = ~equal_bytes(raw, start, 0)
-        for byte in range(8):
-            flags[(start >> 3) + byte] = np.uint8((others >> np.uint64(8 * byte)) & np.uint64(255))
-        while others:
-            values[found] = raw[start + lowest_bit(others)]
-            found += 1
-            others &= others - np.uint64(1)
-    flags[whole >> 3 :] = 0
-    for i in range(whole, raw.size):
-        if raw[i]:
-            flags[i >> 3] |= np.uint8(1 << (i & 7))
-            values[found] = raw[i]
-            found += 1
-
-
-@jit
-def sample_bits(raw: Array, samples: int) -> float:
-    """Return the order-0 entropy, in bits a byte, of about so many bytes of ``raw`` (uint8), evenly spread."""
-    counts = np.zeros(256, np.int64)
-    step = max(1, raw.size // samples)
-    taken = 0
-    for i in range(0, raw.size, step):
-        counts[raw[i]] += 1
-        taken += 1
-    bits = 0.0
-    for count in counts:
-        if count:
-            bits -= count * np.log2(count / taken)
-    return bits / taken
-
-
-@jit
+@jit_short
 def count_flags(flags: Array, size: int) -> int:
     """Count the set bits among the first ``size`` of ``flags`` (uint8)."""
     count = 0
@@ -367,16 +436,3 @@ def count_flags(flags: Array, size: int) -> int:
     if size & 7:
         count += count_bits(np.uint32(flags[size >> 3] & ((1 << (size & 7)) - 1)))
     return count
-
-
-@jit
-def join_zeros(flags: Array, values: Array, out: Array) -> None:
-    """Fill ``out`` (uint8) with values where flags are set, and zeros elsewhere.
-
-    ``values``: uint8, one longer than there are set flags.
-    """
-    found = 0
-    for i in range(out.size):
-        flag = (flags[i >> 3] >> (i & 7)) & 1
-        out[i] = values[found] * flag
-        found += flag

@@ -27,6 +27,8 @@ __all__ = [
     "count_bits",
     "equal_bytes",
     "jit",
+    "jit_short",
+    "jit_step",
     "keep_lanes",
     "lowest_bit",
     "vectors_compile",
@@ -41,17 +43,22 @@ _ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
 jit_step: Any = numba.njit(nogil=True)
 
 
-def jit(function: Any) -> Any:
+def jit_short(function: Any) -> Any:
+    """Do what ``jit`` does for a kernel that keeps the GIL: it takes less time than handing that over."""
+    return jit(function, nogil=False)
+
+
+def jit(function: Any, *, nogil: bool = True) -> Any:
     """Compile a kernel, and keep it in numba's cache on disk where there is a place for one.
 
     That cache does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
     """
     if not _ASKED_FOR_PLAIN:
         try:
-            return _forgiving(numba.njit(nogil=True, cache=True)(function))
+            return _forgiving(numba.njit(nogil=nogil, cache=True)(function))
         except RuntimeError:  # a user without a home, a package that is read-only: compiled anew in each process
             pass
-    return jit_step(function)
+    return numba.njit(nogil=nogil)(function)
 
 
 def _forgiving(kernel: Any) -> Any:

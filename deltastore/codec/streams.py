@@ -28,9 +28,6 @@ ZERO, RAW, ZSTD, APART = 0, 1, 2, 3
 _HEAD = struct.Struct("<BI")
 #: Shorter streams are stored raw: a zstd frame's own header would eat the gain.
 _WORTH_COMPRESSING = 32
-#: Zeros are set apart where they are at least this share of a stream of at least so many bytes.
-_APART_SHARE = 0.3
-_APART_FROM = 256
 #: A longer stream is stored raw if a sample of its bytes is this random, in bits a byte, and a piece of this many from
 #: its middle comes to no less than this share.
 _RANDOM_FROM = 16 << 10
@@ -40,7 +37,8 @@ _TRIED = 32 << 10
 _SAMPLE = 4096
 #: Higher levels take several times as long, and make these streams no smaller.
 _ZSTD_LEVEL = 1
-_ONE_MORE = np.zeros(1, np.uint8)
+_NO_FLAGS = np.empty(0, np.uint8)
+_NO_FLAGS.flags.writeable = False
 
 
 class StreamWriter:
@@ -51,35 +49,37 @@ class StreamWriter:
     def __init__(self) -> None:
         self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False, write_content_size=True)
 
-    def append(self, pieces: list[bytes], raw: Bytes, *, zeros: int | None = None) -> None:
+    def append(
+        self, pieces: list[bytes], raw: Bytes, *, sifted: tuple[int, Bytes] | None = None, bits: float = 0.0
+    ) -> None:
         """Append the stream of ``raw`` (uint8, one-dimensional, contiguous) to ``pieces`` in a short form.
 
-        ``zeros``: how many of its bytes are zero, where that is known.
+        ``sifted``: what ``sift`` makes of it, the number of its zeros and what it has apart, where that was done;
+        ``bits``: its order-0 entropy in bits a byte, where that is known.
         """
-        if zeros is None:
-            zeros = kernels.count_zeros(raw)
-        if zeros < raw.size and raw.size >= _APART_FROM and zeros >= _APART_SHARE * raw.size:
-            self._append_apart(pieces, raw, raw.size - zeros)
+        if sifted is None:
+            apart = np.empty(raw.size + (raw.size + 7) // 8, np.uint8)
+            zeros = kernels.sift(raw, apart)
         else:
-            self._append_whole(pieces, raw, zeros)
+            zeros, apart = sifted
+        if not kernels.worth_apart(raw.size, zeros):
+            self._append_whole(pieces, raw, zeros, bits)
+            return
+        values = (raw.size + 7) // 8
+        inner: list[bytes] = []
+        self._append_whole(inner, apart[:values], 0)
+        self._append_whole(inner, apart[values : values + raw.size - zeros], 0)
+        pieces += (_HEAD.pack(APART, sum(map(len, inner))), *inner)
 
     def append_runs(self, pieces: list[bytes], raw: Bytes) -> None:
         """Do what ``append`` does for a stream whose zeros come in long runs, at which zstd is good."""
         self._append_whole(pieces, raw, kernels.count_zeros(raw))
 
-    def _append_apart(self, pieces: list[bytes], raw: Bytes, others: int) -> None:
-        flags, values = np.empty((raw.size + 7) // 8, np.uint8), np.empty(others, np.uint8)
-        kernels.set_apart(raw, flags, values)
-        inner: list[bytes] = []
-        self._append_whole(inner, flags, 0)
-        self._append_whole(inner, values, 0)
-        pieces += (_HEAD.pack(APART, sum(map(len, inner))), *inner)
-
-    def _append_whole(self, pieces: list[bytes], raw: Bytes, zeros: int) -> None:
+    def _append_whole(self, pieces: list[bytes], raw: Bytes, zeros: int, bits: float = 0.0) -> None:
         if zeros == raw.size:
             pieces.append(_HEAD.pack(ZERO, 0))
             return
-        if raw.size >= _WORTH_COMPRESSING and not self._looks_random(raw):
+        if raw.size >= _WORTH_COMPRESSING and bits < _RANDOM_BITS and not self._looks_random(raw):
             frame = self._compressor.compress(raw.data)
             if len(frame) < raw.size:
                 pieces += (_HEAD.pack(ZSTD, len(frame)), frame)
@@ -115,20 +115,25 @@ class StreamReader:
 
     def next(self, raw_size: int) -> Bytes:
         """Return the next stream as read-only uint8 of exactly ``raw_size`` bytes; raises ``DamagedChunk``."""
-        method, stored_size = _HEAD.unpack(self.take(_HEAD.size))
-        if method == APART and raw_size:
-            return self._next_apart(stored_size, raw_size)
-        return self._whole(method, self.take(stored_size), raw_size)
+        flags, values = self._next_halves(raw_size)
+        if not flags.size:
+            return values
+        raw = np.empty(raw_size, np.uint8)
+        kernels.join_planes(raw, ((flags, values),))
+        raw.flags.writeable = False
+        return raw
 
-    def _next_apart(self, stored_size: int, raw_size: int) -> Bytes:
-        inner = StreamReader(self.take(stored_size), self._decompressor)
+    def _next_halves(self, raw_size: int) -> tuple[Bytes, Bytes]:
+        """Return the next stream as flags and values, both read-only; no flags where it is whole."""
+        method, stored_size = _HEAD.unpack(self.take(_HEAD.size))
+        stored = self.take(stored_size)
+        if method != APART or not raw_size:
+            return _NO_FLAGS, self._whole(method, stored, raw_size)
+        inner = StreamReader(stored, self._decompressor)
         flags = inner._next_whole((raw_size + 7) // 8)
         values = inner._next_whole(kernels.count_flags(flags, raw_size))
         inner.finish()
-        raw = np.empty(raw_size, np.uint8)
-        kernels.join_zeros(flags, np.append(values, _ONE_MORE), raw)
-        raw.flags.writeable = False
-        return raw
+        return flags, values
 
     def _next_whole(self, raw_size: int) -> Bytes:
         method, stored_size = _HEAD.unpack(self.take(_HEAD.size))
@@ -147,9 +152,9 @@ class StreamReader:
         raw.flags.writeable = False
         return raw
 
-    def next_planes(self, planes: int, size: int) -> tuple[Bytes, ...]:
-        """Return the next ``planes`` streams of ``size`` bytes each."""
-        return tuple([self.next(size) for _ in range(planes)])
+    def next_planes(self, planes: int, size: int) -> tuple[tuple[Bytes, Bytes], ...]:
+        """Return the next ``planes`` streams of ``size`` bytes each: flags and values, as kernels join them."""
+        return tuple([self._next_halves(size) for _ in range(planes)])
 
     def _inflate(self, frame: memoryview, raw_size: int) -> bytes:
         # The declared size is checked first: the library allocates what the frame declares, whatever limit it is given.

@@ -13,12 +13,13 @@ import numpy as np
 
 from .chunk import ChunkEncoder
 from .encoding import Encoding
-from .kernels import BLOCK, list_lanes
+from .kernels import BLOCK, list_lanes, split_changes
 from .lanes import LANES, changed_lanes, jit, lowest_bit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .differences import ChangeStreams
     from .encoding import EncodedChunk
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -92,6 +93,27 @@ def _give_back(out: Array, positions: Array, differences: Array) -> None:
         out[positions[j]] -= differences[j]
 
 
+@jit
+def _take_and_split(
+    old: Array,
+    new: Array,
+    limit: int,
+    positions: Array,
+    differences: Array,
+    gaps: Array,
+    signs: Array,
+    planes: Array,
+    apart: Array,
+    zeros: Array,
+) -> tuple[int, int, float]:
+    """Do what ``_take_changes`` does, and then ``split_changes``; returns what both do."""
+    found: int = _take_changes(old, new, limit, positions, differences)
+    if found <= 0:
+        return found, 0, 0.0
+    length, bits = split_changes(positions[:found], differences[:found], gaps, signs, planes, apart, zeros)
+    return found, length, bits
+
+
 class TakingEncoder(ChunkEncoder):
     """A chunk encoder whose ``take`` makes the old bytes the new ones. One a thread."""
 
@@ -108,21 +130,29 @@ class TakingEncoder(ChunkEncoder):
             values.flags.writeable = False
             limit = elements.size // _SPARSE_SHARE
             positions, differences = self._take_lists(limit, values)
-            changed = _take_changes(elements, values, limit, positions, differences)
-            if changed >= 0:
+            changes = self._take_changes(elements.size, width)
+            found = _take_and_split(elements, values, limit, positions, differences, *changes.room)
+            if found[0] >= 0:
                 self.kept = old
-                return self._take_few(elements, positions[:changed], differences[:changed])
+                return self._pack_taken(changes, elements, positions, differences, found) if found[0] else None
         encoded = self.change(old, new, width=width)
         if encoded is not None and encoded.encoding != Encoding.FULL:
             np.copyto(old, self.kept)
         return encoded
 
-    def _take_few(self, elements: Array, positions: Array, differences: Array) -> EncodedChunk | None:
-        """Encode what was taken; gives it back if that fails."""
+    def _pack_taken(
+        self,
+        changes: ChangeStreams,
+        elements: Array,
+        positions: Array,
+        differences: Array,
+        found: tuple[int, int, float],
+    ) -> EncodedChunk:
+        """Encode what was taken and split; gives it back if that fails."""
         try:
-            return self._few(elements, positions, differences) if positions.size else None
+            return self._sparse(changes, found[0], elements.itemsize, *found[1:])
         except BaseException:
-            _give_back(elements, positions, differences)
+            _give_back(elements, positions[: found[0]], differences)
             raise
 
 

@@ -52,11 +52,36 @@ def test_taking_encodes_as_the_chunk_encoder_does_and_follows(chunks: list[Any],
         assert shadow.tobytes() == old.tobytes()
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("signs", ["random", "runs"])
+def test_many_signs_are_told_apart_from_noise_and_lead_both_ways(width, signs):
+    rng = np.random.default_rng(width)
+    old = rng.integers(0, 1 << 7, 80_000 * width, np.uint8)
+    values = old.view(f"<u{width}")
+    new = old.copy()
+    places = np.flatnonzero(rng.random(values.size) < 0.2)
+    up = rng.random(places.size) < 0.5 if signs == "random" else np.arange(places.size) % 4096 < 2048
+    steps = np.where(up, 1, -1).astype(f"<i{width}").view(f"<u{width}")
+    new.view(f"<u{width}")[places] += steps
+    shadow, out = old.copy(), old.copy()
+    taken = TakingEncoder().take(shadow, new, width=width)
+    assert (shadow == new).all()
+    decoder = ChunkDecoder()
+    for inverse, wanted in ((False, new), (True, old)):
+        decoder.apply(out, taken.encoding, taken.changed, memoryview(taken.payload), width=width, inverse=inverse)
+        assert (out == wanted).all()
+    # Noise is stored as it is; runs are compressed.
+    gaps = int.from_bytes(taken.payload[5:9], "little") if taken.payload[4] else 0
+    method, stored = taken.payload[9 + gaps], int.from_bytes(taken.payload[10 + gaps : 14 + gaps], "little")
+    raw = (places.size + 7) // 8
+    assert (method, stored) == (1, raw) if signs == "random" else stored < raw / 4
+
+
 def test_what_fails_while_it_is_packed_leaves_the_old_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(TakingEncoder, "_few", fail)
+    monkeypatch.setattr(TakingEncoder, "_sparse", fail)
     old = np.arange(10_000, dtype=np.uint8)
     new = old.copy()
     new[[0, 700, 701, 9000]] += 3
