@@ -313,16 +313,24 @@ class Receiver:
             except DeltastoreError as error:
                 if self._status.version is None and not self._may_pass(error):
                     raise  # nothing is served yet: an operator has to look at it
-                self._status.failed(error)
-                failure = error
+                failures += 1
+                pause = self._put_off(error, failures)
             else:
                 return
-            failures += 1
-            doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
-            pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
-            self._status.retries("pass", pause=pause, failures=failures)
-            tell_failure(failure, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
             self._wait(pause)
+
+    def _put_off(self, error: DeltastoreError, failures: int) -> float:
+        """Note the failure of a pass, and tell after how many seconds the next one is due.
+
+        Whoever keeps the error in a variable beyond its ``except`` makes a ring of it and its own frame, which keeps
+        what the failed pass had open until the garbage is collected.
+        """
+        self._status.failed(error)
+        doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
+        pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        self._status.retries("pass", pause=pause, failures=failures)
+        tell_failure(error, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
+        return pause
 
     def _may_pass(self, error: DeltastoreError) -> bool:
         """Tell whether the same may work later. Bytes damaged on their way may, and can wait where a slot is live."""

@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+import traceback
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -180,6 +181,7 @@ class Status:
 
     def failed(self, error: DeltastoreError) -> None:
         """Note a failure; the receiver is degraded until a pass succeeds."""
+        _let_go(error)
         self.error = error
         self._metrics.failures.labels(error.kind).inc()
         self._state = "degraded"
@@ -290,6 +292,18 @@ class Status:
             seconds_since_success=time.monotonic() - self._updated,
             scrub_passed_timestamp_seconds=self._scrub_passed,
         )
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop what an error's frames hold: the files of a patch that failed, which may be the room that the next needs."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 class Controlled(Protocol):
