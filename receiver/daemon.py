@@ -39,6 +39,8 @@ from .mending import Mending
 from .patcher import Patcher
 from .priority import Priority
 from .probing import read_expected
+from .recovery import Recovery
+from .rollback import Rollback
 from .serving import Serving
 from .slots import Slots
 from .stopping import Stopped, wait_unless
@@ -183,6 +185,22 @@ class Receiver:
             scrub_rate=options.scrub_rate,
             leave=self.stop,
             progress=self._progress,
+        )
+        workers = self._limits.workers or default_workers()
+        self._rollback: Rollback = Rollback(self._slots, workers=workers)  # until there is a store to patch from
+        self._opening = self._begun = False
+        wanted = options.coordination
+        self._recovery = Recovery(
+            self._slots,
+            status,
+            self._serving,
+            orders=self._orders,
+            priority=self._priority,
+            workers=workers,
+            grouped=wanted.size is not None,
+            rolling=wanted.max_unavailable is not None or wanted.canary is not None,
+            serve=self._serve,
+            leave=self.stop,
         )
 
     def _throttle(self, seconds: float) -> None:
@@ -364,7 +382,20 @@ class Receiver:
     # One pass
 
     def _start(self) -> None:
-        store = self._open_store()
+        """Reach the store and begin; while it is away the engine gets what is in place here."""
+        try:
+            self._opening = True
+            store = self._open_store()
+            self._opening = False
+            self._begin_or_mend(store)
+        except DeltastoreError as error:
+            if self._may_pass(error):
+                self._recovery.attempt()
+            raise
+        finally:
+            self._opening = False
+
+    def _begin_or_mend(self, store: Store) -> None:
         try:
             self._begin(store)
         except (DamagedSlot, SlotError) as error:
@@ -393,6 +424,9 @@ class Receiver:
     def _pause(self, seconds: float) -> None:
         """Wait before the store is asked once more, unless told to stop."""
         self._status.retries("request", pause=seconds)
+        if self._opening:  # the tries to reach it take a minute, which an engine left paused need not wait for
+            self._opening = False
+            self._recovery.attempt()
         wait_unless(lambda: self._stopping, seconds)
         if self._stopping:
             raise Stopped
@@ -400,7 +434,7 @@ class Receiver:
     def _begin(self, store: Store) -> None:
         """Take over the local checkpoint, whatever state it is in."""
         self._store = store
-        self._in_touch = True
+        self._in_touch = self._begun = True
         self._patcher = Patcher(
             store,
             self._slots,
@@ -409,12 +443,14 @@ class Receiver:
             limits=self._limits,
             progress=self._progress,
         )
+        self._rollback = self._patcher
         self._status.stream_id = store.stream_id
         self._status.enter("starting")
         self._coordinated.begin(store, self._status.receiver_id or "")
         live = self._priority.run(self._patcher.adopt, leave=self.stop)
         if live is not None:
             self._status.version = live.record.version
+        self._status.assumes(None)
         self._status.succeeded()
 
     def _progress(self, what: str, done: int, total: int) -> None:
@@ -451,12 +487,14 @@ class Receiver:
         if live is None:
             return
         if self._untested:
-            self._serving.self_test(live, self._patcher)
+            self._serving.self_test(live, self._rollback)
             self._untested = False
-        self._serving.serve(live, self._patcher)
+        self._serving.serve(live, self._rollback)
 
     def _changed(self, one: int, other: int) -> float | None:
         """Tell in which share of their elements two versions differ: by the last of the changes between them."""
+        if not self._begun:
+            return None
         try:
             model = self._store.manifest(max(one, other)).model
         except DeltastoreError:

@@ -57,6 +57,7 @@ class Status:
         self.error: DeltastoreError | None = None
         self.target: int | None = None
         self.target_created_at: str | None = None
+        self.assumed: int | None = None
         self._fixed: dict[str, Any] = {
             "store": store,
             "checkpoint": checkpoint,
@@ -100,6 +101,10 @@ class Status:
     def aims(self, version: int, created_at: str | None) -> None:
         """Note the wanted version, and when it was published."""
         self.target, self.target_created_at = version, created_at
+
+    def assumes(self, version: int | None) -> None:
+        """Note the version that counts as wanted while the store has not told of any since the start."""
+        self.assumed = version
 
     def polled(self, seconds: float) -> None:
         """Note a look at the store."""
@@ -149,6 +154,11 @@ class Status:
             self._stage_bytes = {**self._stage_bytes, "load": nbytes}
             self._metrics.worked("load", nbytes)
         self._observe(activation.stages, before=self._stages)
+
+    def latches(self, why: str | None) -> None:
+        """Note why the engine stays held although nothing was tried; ``None``: it is not held."""
+        self.latched = why
+        self.activation = "idle" if why is None else "latched"
 
     def first_tokens(self, seconds: float) -> None:
         """Note how long after its resume the engine gave a token again."""
@@ -202,8 +212,11 @@ class Status:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine serves the wanted version: the live one, while following is paused."""
-        wanted = self.version if self._paused else self.target
+        """Whether the engine serves the wanted version: the live one, while following is paused.
+
+        Before the store has told which that is, it is what this host last had in place, or a number that was given.
+        """
+        wanted = self.version if self._paused else self.assumed if self.target is None else self.target
         return wanted is not None and self.serving == wanted
 
     @property
