@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint, open_checkpoint
     from .errors import DeltastoreError
     from .fork import fork_stream
+    from .publication import Publication, Published
     from .reader import Store, open_store
-    from .writer import Publication, Published, Writer
+    from .writer import Writer
 
 __all__ = [
     "Checkpoint",
@@ -32,8 +33,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "checkpoint",
     "DeltastoreError": "errors",
-    "Publication": "writer",
-    "Published": "writer",
+    "Publication": "publication",
+    "Published": "publication",
     "Store": "reader",
     "Writer": "writer",
     "fork_stream": "fork",

@@ -6,6 +6,7 @@ end at a digest that the caller knows to be right.
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ class Excerpts:
 
     def __init__(self, store: Store, plan: Plan, *, limits: Limits = UNLIMITED) -> None:
         self.fetched_bytes = 0
+        self._counting = threading.Lock()  # several threads fetch
         self._store = store
         self._plan = plan
         self._limits = limits
@@ -61,7 +63,8 @@ class Excerpts:
             stop = min(first + self._limits.piece_bytes, end)
             with self._limits.taking(stop - first, lambda: None):
                 pieces.append(self._store.backend.read_range(part.key, first, stop))
-            self.fetched_bytes += len(pieces[-1])
+            with self._counting:
+                self.fetched_bytes += len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def table(self, part: PartRef, step: Step) -> Part:

@@ -54,6 +54,7 @@ from .manifest import (
 )
 from .patch import default_workers
 from .planner import Planner
+from .publication import Publication, Published
 from .reader import store_at
 from .restore import identify
 from .resume import take_weights
@@ -66,7 +67,6 @@ from .tensors import checkpoint_tensors, named_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
@@ -76,39 +76,7 @@ if TYPE_CHECKING:
     from .reader import Store
     from .snapshot import Digests
 
-__all__ = ["Publication", "Published", "Writer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A committed version. ``timings`` are seconds: encode (compare, encode, hash), upload, commit, advance, total."""
-
-    version: int
-    snapshot_id: str
-    stored_bytes: int
-    changed_elements: int
-    total_elements: int
-    timings: Mapping[str, float]
-
-
-class Publication:
-    """A version on its way: the tensors may change again, the commit goes on behind."""
-
-    def __init__(self, version: int, future: Future[Published]) -> None:
-        self.version = version
-        self._future = future
-
-    def result(self, timeout: float | None = None) -> Published:
-        """Block until the version is committed, or ``timeout`` seconds (``TimeoutError``); raises what went wrong.
-
-        ``VersionConflict``: another writer was first, and this one is fenced. ``CommitInDoubt``: the next publish
-        settles it.
-        """
-        return self._future.result(timeout)
-
-    def done(self) -> bool:
-        """Tell whether ``result`` would return or raise at once."""
-        return self._future.done()
+__all__ = ["Writer"]
 
 
 class _Begun(NamedTuple):

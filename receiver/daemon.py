@@ -39,6 +39,8 @@ from .mending import Mending
 from .patcher import Patcher
 from .priority import Priority
 from .probing import read_expected
+from .recovery import Recovery
+from .rollback import Rollback
 from .serving import Serving
 from .slots import Slots
 from .stopping import Stopped, wait_unless
@@ -184,6 +186,22 @@ class Receiver:
             leave=self.stop,
             progress=self._progress,
         )
+        workers = self._limits.workers or default_workers()
+        self._rollback: Rollback = Rollback(self._slots, workers=workers)  # until there is a store to patch from
+        self._opening = self._begun = False
+        wanted = options.coordination
+        self._recovery = Recovery(
+            self._slots,
+            status,
+            self._serving,
+            orders=self._orders,
+            priority=self._priority,
+            workers=workers,
+            grouped=wanted.size is not None,
+            rolling=wanted.max_unavailable is not None or wanted.canary is not None,
+            serve=self._serve,
+            leave=self.stop,
+        )
 
     def _throttle(self, seconds: float) -> None:
         """Wait for bandwidth, or for room, unless something else is wanted by then."""
@@ -313,16 +331,24 @@ class Receiver:
             except DeltastoreError as error:
                 if self._status.version is None and not self._may_pass(error):
                     raise  # nothing is served yet: an operator has to look at it
-                self._status.failed(error)
-                failure = error
+                failures += 1
+                pause = self._put_off(error, failures)
             else:
                 return
-            failures += 1
-            doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
-            pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
-            self._status.retries("pass", pause=pause, failures=failures)
-            tell_failure(failure, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
             self._wait(pause)
+
+    def _put_off(self, error: DeltastoreError, failures: int) -> float:
+        """Note the failure of a pass, and tell after how many seconds the next one is due.
+
+        Whoever keeps the error in a variable beyond its ``except`` makes a ring of it and its own frame, which keeps
+        what the failed pass had open until the garbage is collected.
+        """
+        self._status.failed(error)
+        doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
+        pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        self._status.retries("pass", pause=pause, failures=failures)
+        tell_failure(error, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
+        return pause
 
     def _may_pass(self, error: DeltastoreError) -> bool:
         """Tell whether the same may work later. Bytes damaged on their way may, and can wait where a slot is live."""
@@ -356,7 +382,20 @@ class Receiver:
     # One pass
 
     def _start(self) -> None:
-        store = self._open_store()
+        """Reach the store and begin; while it is away the engine gets what is in place here."""
+        try:
+            self._opening = True
+            store = self._open_store()
+            self._opening = False
+            self._begin_or_mend(store)
+        except DeltastoreError as error:
+            if self._may_pass(error):
+                self._recovery.attempt()
+            raise
+        finally:
+            self._opening = False
+
+    def _begin_or_mend(self, store: Store) -> None:
         try:
             self._begin(store)
         except (DamagedSlot, SlotError) as error:
@@ -385,6 +424,9 @@ class Receiver:
     def _pause(self, seconds: float) -> None:
         """Wait before the store is asked once more, unless told to stop."""
         self._status.retries("request", pause=seconds)
+        if self._opening:  # the tries to reach it take a minute, which an engine left paused need not wait for
+            self._opening = False
+            self._recovery.attempt()
         wait_unless(lambda: self._stopping, seconds)
         if self._stopping:
             raise Stopped
@@ -392,7 +434,7 @@ class Receiver:
     def _begin(self, store: Store) -> None:
         """Take over the local checkpoint, whatever state it is in."""
         self._store = store
-        self._in_touch = True
+        self._in_touch = self._begun = True
         self._patcher = Patcher(
             store,
             self._slots,
@@ -401,12 +443,14 @@ class Receiver:
             limits=self._limits,
             progress=self._progress,
         )
+        self._rollback = self._patcher
         self._status.stream_id = store.stream_id
         self._status.enter("starting")
         self._coordinated.begin(store, self._status.receiver_id or "")
         live = self._priority.run(self._patcher.adopt, leave=self.stop)
         if live is not None:
             self._status.version = live.record.version
+        self._status.assumes(None)
         self._status.succeeded()
 
     def _progress(self, what: str, done: int, total: int) -> None:
@@ -443,12 +487,14 @@ class Receiver:
         if live is None:
             return
         if self._untested:
-            self._serving.self_test(live, self._patcher)
+            self._serving.self_test(live, self._rollback)
             self._untested = False
-        self._serving.serve(live, self._patcher)
+        self._serving.serve(live, self._rollback)
 
     def _changed(self, one: int, other: int) -> float | None:
         """Tell in which share of their elements two versions differ: by the last of the changes between them."""
+        if not self._begun:
+            return None
         try:
             model = self._store.manifest(max(one, other)).model
         except DeltastoreError:

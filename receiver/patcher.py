@@ -29,6 +29,7 @@ from deltastore.restore import Source, build_checkpoint, identify, outline
 from deltastore.spool import Spool
 
 from .records import FORMAT, Goal
+from .rollback import Rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -109,7 +110,7 @@ class _Newer(Exception):
         self.fetched_bytes = fetched_bytes
 
 
-class Patcher:
+class Patcher(Rollback):
     """Keeps one local checkpoint. The lock of ``slots`` must be held."""
 
     def __init__(
@@ -122,19 +123,12 @@ class Patcher:
         limits: Limits = UNLIMITED,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__(slots, workers=workers)
         self._store = store
-        self._slots = slots
         self._base = base
-        self._workers = workers
         self._limits = limits
         self._progress = progress
-        self._source: Source | None = None
         warm_up(spec.width for spec in store.schema())
-
-    @property
-    def source(self) -> Source | None:
-        """What the live slot holds; ``None`` before it was adopted, or where there is none."""
-        return self._source
 
     def adopt(self) -> LiveSlot | None:
         """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.
@@ -286,26 +280,6 @@ class Patcher:
         if self._base.resolve() == self._slots.link.resolve() and not self._slots.link.exists():
             raise UsageError(f"{self._base} is the checkpoint's own path.", hint="Give another directory as --base.")
         return identify(self._store, self._base, workers=self._workers, progress=self._progress)
-
-    def previous(self) -> LiveSlot | None:
-        """Return the slot that is not live if it holds its version, verified as a live slot is. Needs no store."""
-        try:
-            live = self._slots.live()
-            other = self._slots.other(live) if live is not None else None
-            if other is not None:
-                self._slots.source(other, workers=self._workers)
-        except DeltastoreError as error:
-            _log.warning("The version before cannot be used: %s", error)
-            return None
-        return other
-
-    def go_back(self) -> LiveSlot | None:
-        """Make the version before live again if it is still there whole; returns it, or ``None``. Needs no store."""
-        other = self.previous()
-        if other is not None:
-            self._slots.swap(other.name)
-            self._source = self._slots.source(other, workers=self._workers)
-        return other
 
 
 def check_history(store: Store, slots: Slots, live: LiveSlot) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from .activation import Coordinator, Event, Policy, Progress
     from .engines import Engine, EngineInfo, Probe
-    from .patcher import Patcher
     from .probing import Expected
+    from .rollback import Rollback
     from .slots import LiveSlot
     from .status import Status
 
@@ -77,10 +77,10 @@ class Serving:
         self._lost: Counter[str] = Counter()  # commit ids, and how often the engine went away over them
         self._activating = threading.Lock()  # held while an activation goes on
 
-    def serve(self, live: LiveSlot, patcher: Patcher) -> None:
+    def serve(self, live: LiveSlot, rollback: Rollback) -> None:
         """Make sure that the engine serves the live slot.
 
-        A restarted or paused engine is loaded and confirmed again. When it refuses the version, ``patcher`` goes back
+        A restarted or paused engine is loaded and confirmed again. When it refuses the version, ``rollback`` goes back
         to the one before. Raises ``EngineError`` when it does not answer, or stays paused; ``StorageError`` when the
         coordinator cannot tell; ``Stopped``.
         """
@@ -95,7 +95,7 @@ class Serving:
         if not self._coordinator.concerns(weights):
             self._status.enter("waiting")
             return
-        result = self._activate(live, patcher)
+        result = self._activate(live, rollback)
         waits = result.outcome == "latched" and result.error is None  # for the others, and for what they decide next
         if result.outcome not in ("activated", "rolled-back", "refused") and not waits:
             raise _error(result)
@@ -120,7 +120,7 @@ class Serving:
                 self._status.first_tokens(seconds)
                 self._awaits_first = False
 
-    def self_test(self, live: LiveSlot, patcher: Patcher) -> None:
+    def self_test(self, live: LiveSlot, rollback: Rollback) -> None:
         """Reload the live version under a pause, and compare what the engine gives before and after.
 
         What it gives before counts if it was loaded in this incarnation, or the engine is fresh (which then has to be
@@ -132,7 +132,7 @@ class Serving:
         if info.version in (None, weights.label) and (not info.paused or self._engine.probes_paused):
             before = self._engine.probe()
         for _ in range(1 if before is not None else 2):
-            result = self._activate(live, patcher, reference=before)
+            result = self._activate(live, rollback, reference=before)
             if result.outcome in ("rolled-back", "latched") or (result.outcome == "activated" and not result.probe):
                 told = "the engine has no probe" if result.error is None else str(result.error)
                 raise SelfTestFailed(
@@ -162,6 +162,12 @@ class Serving:
         """Believe nothing of what the engine serves until it confirms again."""
         self._confirmed = self._status.serving = None
 
+    def latch(self, error: DeltastoreError) -> None:
+        """Note why an engine that is held stays so: nothing that is here may be loaded. Raises ``EngineError``."""
+        self.doubt()
+        held = self._engine.info().paused
+        self._status.latches(f"The engine stays paused: {error}" if held else None)
+
     def has_refused(self, commit_id: str) -> bool:
         """Tell whether a version is left alone because the engine could not load it."""
         return commit_id in self._refused
@@ -187,13 +193,13 @@ class Serving:
             self.doubt()
             raise
 
-    def _activate(self, live: LiveSlot, patcher: Patcher, *, reference: Probe | None = None) -> Activation:
+    def _activate(self, live: LiveSlot, rollback: Rollback, *, reference: Probe | None = None) -> Activation:
         wanted = self._weights(live)
         with self._activating:
             if self._stopped():
                 raise Stopped
             self._status.enter("activating")
-            other = patcher.previous() if self._coordinator.goes_back else None
+            other = rollback.previous() if self._coordinator.goes_back else None
             if other is not None and other.record.commit_id in self._refused:
                 other = None
             run = _Run(
@@ -206,7 +212,7 @@ class Serving:
                 judge=self._judge(wanted, other, reference),
             )
             result = run.activate(UNKNOWN if self._confirmed is None else PREPARED)
-            self._settle(result, wanted, run.incarnation, patcher, nbytes=sum(file.size for file in live.record.files))
+            self._settle(result, wanted, run.incarnation, rollback, nbytes=sum(file.size for file in live.record.files))
             return result
 
     def _judge(
@@ -245,7 +251,9 @@ class Serving:
         if progress.state == "paused":
             self.doubt()
 
-    def _settle(self, result: Activation, wanted: Weights, incarnation: str, patcher: Patcher, *, nbytes: int) -> None:
+    def _settle(
+        self, result: Activation, wanted: Weights, incarnation: str, rollback: Rollback, *, nbytes: int
+    ) -> None:
         """Note how an activation of a version of so many bytes ended."""
         self._status.activated(result, nbytes=nbytes)
         tell(
@@ -267,15 +275,15 @@ class Serving:
             self._status.serving = result.weights.version
             self._probed = (result.weights, result.probe) if result.probe is not None else None
         if result.outcome == "rolled-back" or self._lost[wanted.commit_id] >= self._policy.tries:
-            self._leave_alone(wanted, result.error, patcher)
+            self._leave_alone(wanted, result.error, rollback)
 
-    def _leave_alone(self, weights: Weights, error: DeltastoreError | None, patcher: Patcher) -> None:
+    def _leave_alone(self, weights: Weights, error: DeltastoreError | None, rollback: Rollback) -> None:
         """Make the version before the live one again; without one there is nothing else to serve."""
-        other = patcher.previous() if self._coordinator.goes_back else None
+        other = rollback.previous() if self._coordinator.goes_back else None
         if other is None or other.record.commit_id in self._refused:
             return
         self._refused.add(weights.commit_id)
-        patcher.go_back()
+        rollback.go_back()
         self._status.version = other.record.version
         if error is not None:
             self._status.failed(error)

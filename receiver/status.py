@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+import traceback
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -56,6 +57,7 @@ class Status:
         self.error: DeltastoreError | None = None
         self.target: int | None = None
         self.target_created_at: str | None = None
+        self.assumed: int | None = None
         self._fixed: dict[str, Any] = {
             "store": store,
             "checkpoint": checkpoint,
@@ -99,6 +101,10 @@ class Status:
     def aims(self, version: int, created_at: str | None) -> None:
         """Note the wanted version, and when it was published."""
         self.target, self.target_created_at = version, created_at
+
+    def assumes(self, version: int | None) -> None:
+        """Note the version that counts as wanted while the store has not told of any since the start."""
+        self.assumed = version
 
     def polled(self, seconds: float) -> None:
         """Note a look at the store."""
@@ -149,6 +155,11 @@ class Status:
             self._metrics.worked("load", nbytes)
         self._observe(activation.stages, before=self._stages)
 
+    def latches(self, why: str | None) -> None:
+        """Note why the engine stays held although nothing was tried; ``None``: it is not held."""
+        self.latched = why
+        self.activation = "idle" if why is None else "latched"
+
     def first_tokens(self, seconds: float) -> None:
         """Note how long after its resume the engine gave a token again."""
         self._observe({"first_tokens": seconds}, before=self._stages)
@@ -180,6 +191,7 @@ class Status:
 
     def failed(self, error: DeltastoreError) -> None:
         """Note a failure; the receiver is degraded until a pass succeeds."""
+        _let_go(error)
         self.error = error
         self._metrics.failures.labels(error.kind).inc()
         self._state = "degraded"
@@ -200,8 +212,11 @@ class Status:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine serves the wanted version: the live one, while following is paused."""
-        wanted = self.version if self._paused else self.target
+        """Whether the engine serves the wanted version: the live one, while following is paused.
+
+        Before the store has told which that is, it is what this host last had in place, or a number that was given.
+        """
+        wanted = self.version if self._paused else self.assumed if self.target is None else self.target
         return wanted is not None and self.serving == wanted
 
     @property
@@ -290,6 +305,18 @@ class Status:
             seconds_since_success=time.monotonic() - self._updated,
             scrub_passed_timestamp_seconds=self._scrub_passed,
         )
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop what an error's frames hold: the files of a patch that failed, which may be the room that the next needs."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 class Controlled(Protocol):

@@ -60,6 +60,43 @@ def test_a_daemon_killed_between_pause_and_resume_is_made_good_by_the_next_one(
     assert (holds(engine, 1), engine.info().paused) == (True, False)
 
 
+@pytest.mark.parametrize("moment", ["load", "confirm", "resume"])
+def test_a_daemon_killed_between_pause_and_resume_is_made_good_without_the_store(
+    stream, follow, engine, moment, monkeypatch
+):
+    command, status = follow(engine.url)
+    ready(status, 1, command)
+    arrived, go = threading.Event(), threading.Event()
+    original = getattr(engine, moment)
+
+    def held(*arguments, **options):
+        arrived.set()
+        assert go.wait(60)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(engine, moment, held)
+    stream.publish()
+    assert arrived.wait(60)
+    command.send(signal.SIGKILL)
+    assert command.end().code == -signal.SIGKILL
+    monkeypatch.setattr(engine, moment, original)
+    label, paused = stream.label(2), engine.info().paused
+    stream.url.rename(stream.root / "away")
+    go.set()
+    command, status = follow(engine.url)
+    ready(status, 2, command)
+    assert paused
+    info = engine.info()
+    assert (holds(engine, 2), info.version, info.paused) == (True, label, False)
+    record = status()
+    assert (record["target"], record["error"]["kind"]) == (None, "store-not-found")
+    (stream.root / "away").rename(stream.url)
+    stream.publish()
+    ready(status, 3, command)
+    assert holds(engine, 3)
+    training.until(lambda: status()["error"] is None)
+
+
 def test_an_engine_killed_and_started_again_is_loaded_before_it_is_ready(stream, follow):
     process, url = serve(stream)
     try:

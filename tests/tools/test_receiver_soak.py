@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 import tools.chaos.receiver_soak
 from deltastore.testing.s3_server import find_server_binary
 from tools.chaos.daemon import Sample, digest_of, growth, held
-from tools.chaos.receiver_soak import ReceiverSoakReport, main, receiver_soak
+from tools.chaos.receiver_report import ReceiverSoakReport
+from tools.chaos.receiver_soak import main, receiver_soak
 from tools.chaos.soak import rules
 
 THOROUGH = os.environ.get("DELTASTORE_THOROUGH") == "1"

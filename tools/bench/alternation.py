@@ -11,7 +11,7 @@ from .pairs import as_tensors, write_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from deltastore.writer import Published
+    from deltastore.publication import Published
 
     from .pairs import Pair
 

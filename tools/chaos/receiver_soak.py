@@ -17,10 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +27,7 @@ import msgspec
 import torch
 
 from deltastore import Writer
-from deltastore.cli.records import human_bytes, table
+from deltastore.cli.records import human_bytes
 from deltastore.compact import compact
 from deltastore.gc import collect, forget
 from deltastore.heartbeat import FLEET
@@ -44,8 +43,9 @@ from receiver.engines.weights import WeightsDigest
 from tools.demo.model import TIED, CausalLM, ModelConfig, save_checkpoint
 from tools.demo.serving import build
 
-from .daemon import Daemon, Growth, Sample, digest_of, growth, held, live_file, until
-from .proxy import ChaosProxy, Traffic, running_proxy
+from .daemon import Daemon, digest_of, growth, held, live_file, until
+from .proxy import ChaosProxy, running_proxy
+from .receiver_report import POLLS, ReceiverSoakReport
 from .rules import Rule
 from .soak import PATIENCE, rules
 
@@ -58,70 +58,16 @@ if TYPE_CHECKING:
 
     Snapshot = dict[str, torch.Tensor]
 
-__all__ = ["ReceiverSoakReport", "receiver_soak"]
+__all__ = ["receiver_soak"]
 
 _MODEL = ModelConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=2, max_position_embeddings=96)
 _KEPT_VERSIONS = 20
 _ANCHOR_EVERY = 40
 _CORRUPT = 3
-_POLLS = "receiver_stage_seconds_count poll"
 #: What lies below ``DIR.slots`` when a receiver has ended and nothing is under way.
 _LEFT = frozenset(
     "a a.json a.digests b b.json b.digests parts probe scrub.json lock control.json receiver-id".split()  # noqa: SIM905
 )
-
-
-@dataclass(slots=True)
-class ReceiverSoakReport:
-    """What was done and met. ``counters``: the daemon's own, of all its lives; ``looks``: checks of what it held."""
-
-    versions: int = 0
-    looks: int = 0
-    served: int = 0
-    tag_moves: int = 0
-    outages: int = 0
-    damages: int = 0
-    restarts: int = 0
-    refused_starts: int = 0
-    collected: int = 0
-    seconds: float = 0.0
-    counters: Counter[str] = field(default_factory=Counter)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
-    growth: list[Growth] = field(default_factory=list)
-
-    def show(self) -> str:
-        """Return tables."""
-        met = sum(count.requests for kind, count in self.traffic.items() if kind != "none")
-        requests = sum(count.requests for count in self.traffic.values())
-        counted = [
-            (f"{count:,.0f}", what)
-            for count, what in [
-                (self.versions, "versions published"),
-                (self.counters["receiver_patches_total"], "patched"),
-                (self.served, "seen served, bit-exact"),
-                (self.looks, "looks at what it held, bit-exact"),
-                (self.counters[_POLLS], "polls"),
-                (self.counters["receiver_heartbeats_total sent"], "heartbeats"),
-                (requests, "requests on the link"),
-                (met, "of them with a fault"),
-                (self.counters["receiver_retries_total request"], "requests tried again"),
-                (self.counters["receiver_retries_total pass"], "passes tried again"),
-                (self.tag_moves, "moves of the tag"),
-                (self.outages, "outages of the store"),
-                (self.counters["receiver_repairs_total"], f"chunks mended after {self.damages} damages"),
-                (self.restarts, "restarts by SIGTERM"),
-                (self.refused_starts, "starts ended by a damaged answer"),
-                (self.collected, "objects collected"),
-            ]
-        ]
-        grown = [(f"{row.first:,.0f}", f"{row.last:,.0f}", f"+{row.bound:,.0f}", row.what) for row in self.growth]
-        return (
-            table(("count", "of what"), counted)
-            + "\n\n"
-            + table(("first", "last", "bound", "of the last life"), grown)
-            + f"\n{self.seconds:.0f} s; the last life: {human_bytes(self.growth[0].last)} of anonymous memory"
-        )
 
 
 def receiver_soak(
@@ -387,7 +333,7 @@ class _Scene:
         until(lambda: self._daemon.status()["state"] == "following", what="rest", every=0.02)
 
     def _polls(self) -> float:
-        return self._report.counters[_POLLS] + self._daemon.counters()[_POLLS]
+        return self._report.counters[POLLS] + self._daemon.counters()[POLLS]
 
     def _count(self) -> None:
         self._report.counters.update(self._daemon.counters())
