@@ -134,10 +134,16 @@ def members_ledger(backend: Backend, *, stream_id: str, group: str) -> Ledger[Me
         members = parse_coordination(data, Members, key=key)
         said = (members.stream_id, members.group, members.number)
         if said != (stream_id, group, number) or not len(members.ids) == len(members.members) <= members.size:
-            raise CorruptObject(f"{key} is not what its key says.", key=key, hint=_delete(group))
+            raise CorruptObject(f"{key} is not what its key says.", key=key)
         return members
 
-    return Ledger(backend, f"{GROUPS_PREFIX}{group}/members/", parse=parse, encode=encode_coordination)
+    return Ledger(
+        backend,
+        f"{GROUPS_PREFIX}{group}/members/",
+        parse=parse,
+        encode=encode_coordination,
+        mend=lambda _: _delete(group),
+    )
 
 
 def joined(

@@ -79,7 +79,11 @@ def parse_coordination(data: Buffer, record_type: type[_Record], *, key: str) ->
 
 
 class Ledger(Generic[_Kept]):
-    """The records below one prefix. ``parse`` takes bytes, key and number, and refuses what is not this ledger's."""
+    """The records below one prefix.
+
+    ``parse`` takes bytes, key and number, and refuses what is not this ledger's; ``mend`` tells, for the key of a
+    record that is damaged, what to do.
+    """
 
     def __init__(
         self,
@@ -88,18 +92,24 @@ class Ledger(Generic[_Kept]):
         *,
         parse: Callable[[bytes, str, int], _Kept],
         encode: Callable[[_Kept], bytes],
+        mend: Callable[[str], str],
     ) -> None:
         self._backend = backend
         self._prefix = prefix
         self._parse = parse
         self._encode = encode
+        self._mend = mend
 
     def key(self, number: int) -> str:
         """Return the key of a record."""
         return f"{self._prefix}{number:010d}.json"
 
     def newest(self) -> _Kept | None:
-        """Return the record that holds, ``None`` before the first. Raises ``CorruptObject`` and ``StorageError``."""
+        """Return the record that holds, ``None`` before the first.
+
+        Raises ``StorageError``, and ``CorruptObject`` or ``UnsupportedFormat`` where that record cannot be read: nobody
+        may go by the one before it.
+        """
         return self._look()[0]
 
     def has(self, number: int) -> bool:
@@ -146,7 +156,13 @@ class Ledger(Generic[_Kept]):
                 return None, numbers
             key = self.key(numbers[-1])
             with suppress(ObjectNotFound):  # so many newer ones since the listing that it was deleted
-                return self._parse(self._backend.read(key, limit=MAX_COORDINATION_BYTES), key, numbers[-1]), numbers
+                return self._read(key, numbers[-1]), numbers
+
+    def _read(self, key: str, number: int) -> _Kept:
+        try:
+            return self._parse(self._backend.read(key, limit=MAX_COORDINATION_BYTES), key, number)
+        except CorruptObject as error:
+            raise CorruptObject(error.message, key=key, hint=self._mend(key)) from error
 
     def _clean(self, numbers: list[int], newest: int) -> None:
         with suppress(StorageError):  # the next one does it

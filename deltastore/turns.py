@@ -75,10 +75,15 @@ def turns_ledger(backend: Backend, *, stream_id: str, fleet: str) -> Ledger[Turn
         turns = parse_coordination(data, Turns, key=key)
         ids = [holder.receiver_id for holder in turns.holders]
         if (turns.stream_id, turns.fleet, turns.number) != (stream_id, fleet, number) or len(set(ids)) != len(ids):
-            raise CorruptObject(f"{key} is not what its key says.", key=key, hint=f"Delete {TURNS_PREFIX}{fleet}/.")
+            raise CorruptObject(f"{key} is not what its key says.", key=key)
         return turns
 
-    return Ledger(backend, f"{TURNS_PREFIX}{fleet}/", parse=parse, encode=encode_coordination)
+    return Ledger(backend, f"{TURNS_PREFIX}{fleet}/", parse=parse, encode=encode_coordination, mend=_mend)
+
+
+def _mend(key: str) -> str:
+    # Who holds a turn is not known: the record before it may lack one who is at work.
+    return f"When no receiver of the fleet is activating anything, delete {key}; the record before it holds then."
 
 
 def fleet_names(backend: Backend) -> list[str]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from deltastore.errors import DrainTimeout, EngineError, SelfTestFailed, StorageError
+from deltastore.errors import DeltastoreError, DrainTimeout, EngineError, SelfTestFailed, StorageError
 
 from .activation import PREPARED, UNKNOWN, Activation, Case, Weights, advance, keeps_kv
 from .logs import seconds_text, tell, tell_failure
@@ -23,8 +23,6 @@ from .stopping import Stopped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
-
-    from deltastore.errors import DeltastoreError
 
     from .activation import Coordinator, Event, Policy, Progress
     from .engines import Engine, EngineInfo, Probe
@@ -426,7 +424,7 @@ class _Run:
         try:
             with self._timed("barrier"):
                 tell_them()
-        except StorageError as error:
+        except DeltastoreError as error:  # a record that is damaged, too: the next pass says so again, and why
             tell_failure(error, "The engine serves for all that.")
 
 

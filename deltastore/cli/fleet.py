@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deltastore.errors import UsageError
-from deltastore.groups import group_names, left, members_ledger
+from deltastore.errors import CorruptObject, DeltastoreError, UnsupportedFormat, UsageError
+from deltastore.groups import Members, group_names, left, members_ledger
 from deltastore.heartbeat import forget_members, read_fleet
 from deltastore.reader import open_store
-from deltastore.turns import fleet_names, given_back, turns_ledger
+from deltastore.turns import Turns, fleet_names, given_back, turns_ledger
 
 from .app import emit, json_option, store_options, trusted_keys_option
 from .records import table
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from deltastore.heartbeat import Member
+    from deltastore.ledger import Ledger
     from deltastore.reader import Store
 
 __all__ = ["command"]
 
 _DAY = 86_400.0
+_DAMAGE = 3
+_Record = TypeVar("_Record", Turns, Members)
 
 
 @click.command("fleet")
@@ -50,7 +53,10 @@ def command(
     clear_member: str | None,
     as_json: bool,
 ) -> None:
-    """Show what each receiver last said of itself, who holds a turn, and who belongs to which group."""
+    """Show what each receiver last said of itself, who holds a turn, and who belongs to which group.
+
+    Exits with 3 when any of these records is damaged.
+    """
     opened = open_store(store, storage_options=storage_options, trusted_keys=trusted_keys)
     if clear_turn is not None:
         _clear_turn(opened, clear_turn)
@@ -63,11 +69,23 @@ def command(
         members = [member for member in members if member not in forgotten]
     records = [_record(member) for member in members]
     silent = {record["receiver_id"]: record["silent"] for record in records}
-    fleets, groups = _fleets(opened, silent), _groups(opened)
+    errors = [member.error for member in members if member.error is not None]
+    fleets, groups = _fleets(opened, silent, errors), _groups(opened, errors)
+    damaged = [{"kind": error.kind, "key": error.key, "hint": error.hint or str(error)} for error in errors]
     if as_json:
         forgotten_ids = [member.receiver_id for member in forgotten]
-        emit({"receivers": records, "forgotten": forgotten_ids, "fleets": fleets, "groups": groups})
-        return
+        emit({"receivers": records, "forgotten": forgotten_ids, "fleets": fleets, "groups": groups, "damaged": damaged})
+    else:
+        _show(records, fleets, groups)
+        for record in damaged:
+            click.echo(f"damaged: {record['kind']}  {record['key']}  {record['hint']}")
+        for member in forgotten:
+            click.echo(f"forgotten: {member.receiver_id}", err=True)
+    if damaged:
+        raise click.exceptions.Exit(_DAMAGE)
+
+
+def _show(records: list[dict[str, Any]], fleets: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     click.echo(table(("receiver", "version", "target", "lag", "age", "group", "state", "host"), [*map(_row, records)]))
     for fleet in fleets:
         for turn in fleet["turns"]:
@@ -79,14 +97,21 @@ def command(
             f"group {group['group']}: {', '.join(group['members'])}"
             f"{f', and {missing} that have not joined' if missing else ''}; leader {group['leader'] or '-'}"
         )
-    for member in forgotten:
-        click.echo(f"forgotten: {member.receiver_id}", err=True)
 
 
-def _fleets(store: Store, silent: Mapping[str, bool]) -> list[dict[str, Any]]:
+def _newest(ledger: Ledger[_Record], errors: list[DeltastoreError]) -> _Record | None:
+    """Return the record that holds; one that cannot be read is among the errors, and nothing is said instead of it."""
+    try:
+        return ledger.newest()
+    except (CorruptObject, UnsupportedFormat) as error:
+        errors.append(error)
+        return None
+
+
+def _fleets(store: Store, silent: Mapping[str, bool], errors: list[DeltastoreError]) -> list[dict[str, Any]]:
     fleets = []
     for name in fleet_names(store.backend):
-        turns = turns_ledger(store.backend, stream_id=store.stream_id, fleet=name).newest()
+        turns = _newest(turns_ledger(store.backend, stream_id=store.stream_id, fleet=name), errors)
         if turns is not None:
             held = [
                 {
@@ -101,10 +126,10 @@ def _fleets(store: Store, silent: Mapping[str, bool]) -> list[dict[str, Any]]:
     return fleets
 
 
-def _groups(store: Store) -> list[dict[str, Any]]:
+def _groups(store: Store, errors: list[DeltastoreError]) -> list[dict[str, Any]]:
     groups = []
     for name in group_names(store.backend):
-        members = members_ledger(store.backend, stream_id=store.stream_id, group=name).newest()
+        members = _newest(members_ledger(store.backend, stream_id=store.stream_id, group=name), errors)
         if members is not None:
             ids = [member.receiver_id for member in members.members]
             groups.append({"group": name, "size": members.size, "members": ids, "leader": members.leader})
@@ -112,25 +137,29 @@ def _groups(store: Store) -> list[dict[str, Any]]:
 
 
 def _clear_turn(store: Store, receiver_id: str) -> None:
-    cleared = False
+    cleared, errors = False, list[DeltastoreError]()
     for name in fleet_names(store.backend):
         ledger = turns_ledger(store.backend, stream_id=store.stream_id, fleet=name)
-        turns = ledger.newest()
+        turns = _newest(ledger, errors)
         if turns is not None and turns.holds(receiver_id):
             ledger.change(lambda turns: given_back(turns, receiver_id=receiver_id, by="operator"))
             cleared = True
+    if not cleared and errors:  # it may hold one
+        raise errors[0]
     if not cleared:
         raise UsageError(f"{receiver_id} holds no turn.", hint="`deltastore fleet` shows who does.")
 
 
 def _clear_member(store: Store, receiver_id: str) -> None:
-    cleared = False
+    cleared, errors = False, list[DeltastoreError]()
     for name in group_names(store.backend):
         ledger = members_ledger(store.backend, stream_id=store.stream_id, group=name)
-        members = ledger.newest()
+        members = _newest(ledger, errors)
         if members is not None and receiver_id in members.ids:
             ledger.change(lambda members: left(members, receiver_id=receiver_id))
             cleared = True
+    if not cleared and errors:  # it may be a member there
+        raise errors[0]
     if not cleared:
         raise UsageError(f"{receiver_id} is in no group.", hint="`deltastore fleet` shows who is.")
 

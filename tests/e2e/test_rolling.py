@@ -78,6 +78,37 @@ def test_one_at_a_time_after_the_canary_and_a_holder_that_vanished_stops_the_res
     assert all(holds(engine, before + 1) for engine in fleet.engines.made.values())
 
 
+def test_with_a_damaged_turn_record_the_rollout_halts_and_says_why(fleet):
+    for name in NAMES:
+        fleet.start(name, "--canary", "canary")
+    training.until(lambda: fleet.serve(1), seconds=60)
+    training.until(lambda: fleet.told() and fleet.told()[0]["turns"] == [], seconds=60)
+    newest = max((fleet.stream.url / "turns" / "fleet").iterdir())
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[: len(whole) // 2])
+    pauses = len(fleet.engines.seen)
+    fleet.stream.publish()
+
+    key = f"turns/fleet/{newest.name}"
+
+    def halted():  # the others wait for the canary
+        return key in ((fleet.status("canary")["error"] or {}).get("message") or "")
+
+    training.until(halted, seconds=60)
+    training.until(lambda: fleet.status("second")["version"] == fleet.status("third")["version"] == 1)
+    told = fleet.commands.run("deltastore", "fleet", fleet.stream.url, "--json")
+    assert (told.code, told.json["fleets"]) == (3, [])
+    assert {entry["receiver_id"] for entry in told.json["receivers"]} == {*NAMES}
+    assert [(entry["kind"], entry["key"]) for entry in told.json["damaged"]] == [("corrupt-object", key)]
+    assert key in told.json["damaged"][0]["hint"]
+    assert fleet.commands.run("deltastore", "fleet", fleet.stream.url, "--clear-turn", "canary").code == 3
+    assert len(fleet.engines.seen) == pauses  # nobody was paused: nobody knew that it may be
+    assert all(fleet.status(name)["serving"] == 1 for name in NAMES)
+    newest.unlink()  # what the hint says
+    training.until(lambda: fleet.serve(2), seconds=120)
+    assert all(holds(engine, 2) for engine in fleet.engines.made.values())
+
+
 def test_one_command_takes_the_whole_fleet_to_a_version_and_back(fleet):
     for _ in range(2):
         fleet.stream.publish()

@@ -415,9 +415,13 @@ def test_a_running_receiver_is_seen_in_the_fleet_and_is_gone_after_a_clean_stop(
     assert (seen["group"], seen["silent"]) == ("rack 1", False)
     assert seen["receiver_id"] == (scene.root / "live.slots" / "receiver-id").read_text().strip()
     (scene.url / "fleet" / "torn.json").write_bytes(b"torn")
-    both = commands.run(*fleet).ok().json["receivers"]
+    told = commands.run(*fleet)
+    both = told.json["receivers"]
+    assert told.code == 3
     assert [entry["state"] == "damaged" for entry in both] == [entry["receiver_id"] == "torn" for entry in both]
-    assert "damaged" in commands.run("deltastore", "fleet", scene.url).ok().out
+    assert [(entry["kind"], entry["key"]) for entry in told.json["damaged"]] == [("corrupt-object", "fleet/torn.json")]
+    shown = commands.run("deltastore", "fleet", scene.url)
+    assert (shown.code, "damaged: corrupt-object  fleet/torn.json" in shown.out) == (3, True)
     forgotten = commands.run(*fleet, "--forget-older-than", "7").ok().json
     assert (forgotten["forgotten"], len(forgotten["receivers"])) == (["torn"], 1)
     assert commands.run("deltastore", "check", scene.url).ok()

@@ -6,11 +6,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import training
 
 from deltastore import Writer
-from deltastore.errors import StorageError
+from deltastore.errors import CorruptObject, DeltastoreError, StorageError
+from deltastore.ledger import encode_coordination
 from deltastore.reader import store_at
 from deltastore.storage.local import LocalBackend
 from deltastore.tags import set_tag
@@ -161,6 +163,40 @@ def test_a_receiver_that_vanished_with_its_turn_stops_the_others_until_it_is_cle
     assert back.may_pause(one)
     other.served(one)
     assert fleet.holders == ["gone"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"torn", b"x" * (1 << 20), "flipped", "future"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_damaged_record_is_never_taken_for_a_free_turn(store, damage, known):
+    fleet = Fleet(store, most=2)
+    opened, holder = fleet.rolling("holder")
+    _, other = fleet.rolling("other")
+    one = weights(opened, 1)
+    if known:  # it has read what was there before, by which there was room
+        other.served(one)
+        assert other.concerns(one)
+    assert holder.may_pause(one)
+    newest = max(store.joinpath("turns", "f").iterdir())
+    whole = newest.read_bytes()
+    if damage == "flipped":
+        damage = whole.replace(b"holder", b"halder", 1)
+    elif damage == "future":
+        damage = encode_coordination(msgspec.structs.replace(fleet.ledger.newest(), format=99, holders=()))
+    newest.write_bytes(damage)
+    for refused in (lambda: other.concerns(one), lambda: other.may_pause(one), lambda: holder.served(one)):
+        with pytest.raises(DeltastoreError) as caught:
+            refused()
+        assert caught.value.key == f"turns/f/{newest.name}"
+        assert caught.value.hint
+    if isinstance(caught.value, CorruptObject):
+        assert caught.value.key in caught.value.hint
+    assert newest.read_bytes() == damage  # and nobody writes over it, or beyond it
+    assert max(newest.parent.iterdir()) == newest
+    newest.write_bytes(whole)
+    holder.served(one)
+    assert fleet.holders == []
+    assert other.concerns(one)
+    assert other.may_pause(one)
 
 
 def test_an_engine_that_does_not_serve_needs_no_turn(store):
