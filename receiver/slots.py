@@ -19,6 +19,7 @@ wrote them would not do: a forced unmount or a failed write loses what a process
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import time
@@ -312,6 +313,9 @@ class Slots:
         Nothing is changed. Files that a process still maps go on taking their room after they are unlinked; where that
         matters their holders are waited for.
         """
+        # So do those of this process: an error that holds its own frames keeps what they had mapped until the garbage
+        # is collected, which it may not be for days.
+        gc.collect()
         _, directory = self._spare()
         waited = 0.0
         while True:

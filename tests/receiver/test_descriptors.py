@@ -1,4 +1,4 @@
-"""What a failed pass had open is closed with it, not when the garbage happens to be collected."""
+"""What a pass had open is closed with it or before the next, not when the garbage happens to be collected."""
 
 from __future__ import annotations
 
@@ -64,5 +64,35 @@ def test_failed_patches_leave_nothing_open(tmp_path, monkeypatch, chained):
                 counts.append(len(opened(slots)))
             assert [name for name in opened(slots) if name.endswith("(deleted)")] == []
             assert max(counts[1:]) <= counts[1]
+    finally:
+        gc.enable()
+
+
+def test_what_garbage_keeps_open_is_closed_before_the_next_version(tmp_path, monkeypatch):
+    engine = ScriptedEngine()
+    monkeypatch.setattr(receiver.daemon, "make_engine", lambda *_, **__: engine)
+    run = Run(tmp_path)
+    run.publish()
+    build = receiver.patcher.build_checkpoint
+
+    def builds(*arguments, **options):
+        ring = [build(*arguments, **options)]
+        ring.append(ring)  # as an error does that is kept in one of its frames
+        return ring[0]
+
+    monkeypatch.setattr(receiver.patcher, "build_checkpoint", builds)
+    slots = run.live.with_name("live.slots")
+    gc.collect()
+    gc.disable()
+    try:
+        with run.running() as made:
+            counts = []
+            for version in range(1, 7):
+                if version > 1:
+                    run.publish()
+                ready_at(made, version)
+                training.until(lambda: made.status.record()["state"] == "following")
+                counts.append(len(opened(slots)))
+            assert max(counts[2:]) <= counts[2]
     finally:
         gc.enable()
