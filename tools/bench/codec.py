@@ -62,7 +62,7 @@ def run(settings: Settings) -> Report:
 
 
 def _cases(settings: Settings) -> Iterator[Pair]:
-    size = settings.model_bytes(64, 16)
+    size = settings.model_bytes(128, 16)
     quick = {("bf16", 0.01), ("bf16", 0.02), ("f32", 1.0), ("fp8", 0.01), ("int4", 0.01), ("nvfp4", 0.01)}
     for kind in KINDS:
         for density in DENSITIES:
