@@ -15,7 +15,7 @@ from following import Run, ScriptedEngine, ready_at
 import receiver.daemon
 from deltastore import Writer, open_store
 from deltastore.digest import hasher
-from deltastore.errors import EngineError, SelfTestFailed, StorageError, UnsupportedFormat, UsageError
+from deltastore.errors import CorruptObject, EngineError, SelfTestFailed, StorageError, UnsupportedFormat, UsageError
 from deltastore.manifest import encode_manifest, manifest_key
 from receiver.activation import Policy
 from receiver.engines.base import Probe
@@ -280,6 +280,23 @@ def test_an_engine_that_cannot_be_paused_goes_on_with_the_old_version_and_is_kno
         assert 'receiver_activations_total{outcome="failed"} 1.0' in made.status.metrics().decode()
         assert seen == ["loading"]
     assert engine.served == ["1", "1", "2"]  # released, and then activated
+
+
+def test_a_turn_that_cannot_be_given_back_leaves_what_is_served_confirmed(run, engine, monkeypatch):
+    with run.running(poll=0.01) as made:
+        ready_at(made, 1)
+
+        def damaged(_weights):
+            raise CorruptObject("turns/fleet/0000000001.json is damaged.", key="turns/fleet/0000000001.json")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(made._coordinated, "served", damaged)
+            run.publish()
+            training.until(lambda: made.status.serving == 2 and made.status.error is not None)
+            assert made.status.error.kind == "corrupt-object"
+            assert made.status.record()["activation"] == "serving"
+        ready_at(made, 2)
+    assert engine.served == ["1", "2"]  # nothing was loaded a second time
 
 
 def test_a_patch_that_fails_leaves_the_state_as_it_was(run, engine, monkeypatch):
