@@ -87,7 +87,7 @@ def test_a_version_that_the_engine_refuses_is_rolled_back_without_the_store(away
         away.publish()
         ready_at(made, 3)
     # Where the store is seen before 3 is there, 2 is tried once more, and refused.
-    assert engine.served in (["1", "3"], ["1", "1", "3"])
+    assert (engine.served[-1], set(engine.served[:-1])) == ("3", {"1"})
 
 
 def test_an_engine_that_restarts_meanwhile_is_loaded_again(away, engine):
