@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import random
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from deltastore.errors import (
-    CorruptObject,
     DamagedSlot,
     DeltastoreError,
-    EngineError,
-    SelfTestFailed,
     SlotError,
-    StorageError,
-    StoreNotFound,
-    UsageError,
     VersionForgotten,
-    VersionNotFound,
 )
-from deltastore.heartbeat import Heartbeat, is_receiver_id, is_word
 from deltastore.limits import chosen_limits
 from deltastore.patch import default_workers
 from deltastore.reader import open_store
 
-from .activation import Policy
 from .control import Orders
-from .coordination import Coordinated, Coordination
+from .coordination import Coordinated
 from .engines import make_engine
 from .engines.gated import behind_gateway
 from .fleet import Heartbeats, own_id
-from .follower import Follower, check_target
+from .follower import Follower
 from .logs import seconds_text, tell, tell_failure
 from .mending import Mending
+from .passes import Passes
 from .patcher import Patcher
 from .priority import Priority
 from .probing import read_expected
@@ -43,66 +31,21 @@ from .recovery import Recovery
 from .rollback import Rollback
 from .serving import Serving
 from .slots import Slots
-from .stopping import Stopped, wait_unless
+from .stopping import Overtaken, Stopped, Wakeups, wait_unless
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
+    from deltastore.heartbeat import Heartbeat
     from deltastore.manifest import Manifest
     from deltastore.reader import Store
 
     from .control import Control
+    from .options import Options
     from .status import Status
 
-__all__ = ["Options", "Receiver"]
+__all__ = ["Receiver"]
 
-_LONGEST_PAUSE = 60.0
 #: Seconds between two bits of the live slot that are read over: each is what the rate allows in that time.
 _READ_OVER_EVERY = 0.5
-#: Far beyond the longest pause, and far below where a float overflows: a store may be gone for days.
-_MOST_DOUBLINGS = 32
-
-
-class _Overtaken(Exception):
-    """Raised out of a patch when an operator wants something else now; the live slot is untouched."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What an operator decides. Sizes are in bytes; ``max_bandwidth``, ``scrub_rate`` (0: never) in bytes a second.
-
-    ``poll`` is in seconds, and so is ``heartbeat`` (``None``: no heartbeats are sent). ``self_test``: before
-    anything is followed the engine reloads the live version, and must be as before.
-    """
-
-    store: str
-    checkpoint: Path
-    base: Path | None = None
-    target: str = "latest"
-    poll: float = 1.0
-    engine: str = "none"
-    engine_url: str | None = None
-    gateway_url: str | None = None
-    engine_options: Mapping[str, str] = field(default_factory=dict)
-    storage_options: Mapping[str, object] = field(default_factory=dict)
-    cache: str | Path | None = None
-    cache_bytes: int | None = None
-    trusted_keys: tuple[str, ...] | None = None
-    workers: int | None = None
-    max_bandwidth: int | None = None
-    memory_budget: int | None = None
-    nice: int | None = None
-    io_priority: str | None = None
-    durability: str = "version"
-    unsafe_file_system: bool = False
-    scrub_rate: int = 0
-    coordination: Coordination = field(default_factory=Coordination)
-    receiver_id: str | None = None
-    heartbeat: float | None = None
-    policy: Policy = field(default_factory=Policy)
-    probe_expect: Path | None = None
-    self_test: bool = False
 
 
 class Receiver:
@@ -112,36 +55,24 @@ class Receiver:
     """
 
     def __init__(self, options: Options, status: Status) -> None:
-        check_target(options.target)
-        if options.receiver_id is not None and not is_receiver_id(options.receiver_id):
-            raise UsageError(
-                f"{options.receiver_id!r} is no id of a receiver.",
-                hint="Use letters, digits, dots, dashes: 128 at most.",
-            )
-        group = options.coordination.group
-        if group is not None and not is_word(group):
-            raise UsageError(f"{group!r} is no group's name.", hint="Use printable ASCII, at most 255 characters.")
-        options.policy.check()
-        if options.self_test and options.coordination.size is not None:
-            raise UsageError("A member of a group reloads nothing by itself.", hint="Leave --self-test out.")
+        options.check()
         self._options = options
         self._status = status
-        self._status.group = group
+        self._status.group = options.coordination.group
         self._slots = Slots(
             options.checkpoint,
             durable=options.durability == "version",
             any_place=options.unsafe_file_system,
             sleep=self._throttle,
         )
-        # A signal's handler sets both, in the thread that waits for them: an Event's lock would not bear that.
-        self._stopping = False
-        self._woken: SimpleQueue[None] = SimpleQueue()
+        self._wakeups = Wakeups()
+        self._passes = Passes(self._slots, status, self._wakeups, poll=options.poll)
         self._coordinated = Coordinated(
             options.coordination,
             engine=options.engine != "none",
             poll=options.poll,
             available=lambda: self._serving.available(),  # noqa: PLW0108 - made below
-            wait=self._wait_for_others,
+            wait=self._wakeups.pause,
         )
         self._serving = Serving(
             behind_gateway(
@@ -151,7 +82,7 @@ class Receiver:
             status,
             policy=options.policy,
             coordinator=self._coordinated,
-            stopped=lambda: self._stopping,
+            stopped=lambda: self._wakeups.stopped,
             changed=self._changed,
             expected=read_expected(options.probe_expect) if options.probe_expect else None,
             link=options.checkpoint if options.coordination.size is not None else None,
@@ -205,13 +136,8 @@ class Receiver:
 
     def _throttle(self, seconds: float) -> None:
         """Wait for bandwidth, or for room, unless something else is wanted by then."""
-        wait_unless(lambda: self._stopping, seconds)
+        wait_unless(lambda: self._wakeups.stopped, seconds)
         self._check()
-
-    def _wait_for_others(self, seconds: float) -> None:
-        wait_unless(lambda: self._stopping, seconds)
-        if self._stopping:
-            raise Stopped
 
     # From other threads
 
@@ -220,12 +146,11 @@ class Receiver:
 
         May be called from a signal's handler.
         """
-        self._stopping = True
-        self._woken.put(None)
+        self._wakeups.stop()
 
     def wake(self) -> None:
         """Look at the store now."""
-        self._woken.put(None)
+        self._wakeups.wake()
 
     def hold_activations(self) -> None:
         """Return when no activation is going on; none begins after this. For whoever is about to end the process."""
@@ -280,10 +205,10 @@ class Receiver:
         clean = False
         try:
             self._recall()
-            self._until_done(self._start)
+            self._passes.until_done(self._start)
             heartbeats = self._start_heartbeats()
-            while not self._stopping:
-                self._until_done(self._step_or_mend)
+            while not self._wakeups.stopped:
+                self._passes.until_done(self._step_or_mend)
                 self._read_over_until_next_look()
             clean = True
         except Stopped:
@@ -306,7 +231,7 @@ class Receiver:
         self._serving.close()
 
     def _start_heartbeats(self) -> Heartbeats | None:
-        if self._options.heartbeat is None or self._stopping:
+        if self._options.heartbeat is None or self._wakeups.stopped:
             return None
         made = Heartbeats(
             self._store.backend, self._heartbeat, every=self._options.heartbeat, told=self._status.heartbeat
@@ -318,66 +243,15 @@ class Receiver:
         """Say how it is; nothing while the store is out of reach: a mount that is gone must not be written to."""
         return self._status.heartbeat_record(every=self._options.heartbeat or 0.0) if self._in_touch else None
 
-    def _until_done(self, action: Callable[[], None]) -> None:
-        """Do something; after a failure that may pass by itself, again, ever more slowly."""
-        failures = 0
-        while not self._stopping:
-            try:
-                action()
-            except _Overtaken:
-                continue
-            except SelfTestFailed:
-                raise
-            except DeltastoreError as error:
-                if self._status.version is None and not self._may_pass(error):
-                    raise  # nothing is served yet: an operator has to look at it
-                failures += 1
-                pause = self._put_off(error, failures)
-            else:
-                return
-            self._wait(pause)
-
-    def _put_off(self, error: DeltastoreError, failures: int) -> float:
-        """Note the failure of a pass, and tell after how many seconds the next one is due.
-
-        Whoever keeps the error in a variable beyond its ``except`` makes a ring of it and its own frame, which keeps
-        what the failed pass had open until the garbage is collected.
-        """
-        self._status.failed(error)
-        doubled = self._options.poll * 2.0 ** min(failures, _MOST_DOUBLINGS)
-        pause = min(doubled, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
-        self._status.retries("pass", pause=pause, failures=failures)
-        tell_failure(error, f"Next try in {pause:.1f} s.", failures=failures, next_try_seconds=pause)
-        return pause
-
-    def _may_pass(self, error: DeltastoreError) -> bool:
-        """Tell whether the same may work later. Bytes damaged on their way may, and can wait where a slot is live."""
-        if isinstance(error, CorruptObject) and not isinstance(error, DamagedSlot):
-            return self._slots.live_name() is not None
-        return isinstance(error, (StorageError, StoreNotFound, VersionNotFound, EngineError))
-
     def _read_over_until_next_look(self) -> None:
         """Wait until a look at the store is due or wanted, and read the live slot over meanwhile, bit by bit."""
         until = time.monotonic() + self._options.poll
         while True:
-            if self._mending.read_over(self._store, self._patcher, stopped=lambda: not self._woken.empty()):
+            if self._mending.read_over(self._store, self._patcher, stopped=lambda: self._wakeups.woken):
                 return  # the engine is to load what was mended
             left = until - time.monotonic()
-            if self._wait(min(left, _READ_OVER_EVERY)) or left <= _READ_OVER_EVERY:
+            if self._wakeups.rest(min(left, _READ_OVER_EVERY)) or left <= _READ_OVER_EVERY:
                 return
-
-    def _wait(self, seconds: float) -> bool:
-        """Wait so long; tells whether somebody ended that."""
-        if self._stopping:
-            return True
-        try:
-            self._woken.get(timeout=max(0.0, seconds))
-        except Empty:
-            return False
-        with suppress(Empty):
-            while True:
-                self._woken.get_nowait()
-        return True
 
     # One pass
 
@@ -389,7 +263,7 @@ class Receiver:
             self._opening = False
             self._begin_or_mend(store)
         except DeltastoreError as error:
-            if self._may_pass(error):
+            if self._passes.may_pass(error):
                 self._recovery.attempt()
             raise
         finally:
@@ -427,9 +301,7 @@ class Receiver:
         if self._opening:  # the tries to reach it take a minute, which an engine left paused need not wait for
             self._opening = False
             self._recovery.attempt()
-        wait_unless(lambda: self._stopping, seconds)
-        if self._stopping:
-            raise Stopped
+        self._wakeups.pause(seconds)
 
     def _begin(self, store: Store) -> None:
         """Take over the local checkpoint, whatever state it is in."""
@@ -459,10 +331,10 @@ class Receiver:
 
     def _check(self) -> None:
         """Raise to leave a patch off, when it is not wanted any more."""
-        if self._stopping:
+        if self._wakeups.stopped:
             raise Stopped
         if not self._mending.going_on and self._heeded is not None and self._orders.control is not self._heeded:
-            raise _Overtaken
+            raise Overtaken
 
     def _step(self) -> None:
         """One look at the store, and everything that follows from it.

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 
 import training
 
+import receiver.daemon
 from deltastore import Writer
 from deltastore.errors import EngineError
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
 from receiver.engines.base import EngineInfo
+from receiver.options import Options
 from receiver.status import Status
 
 
@@ -86,6 +88,12 @@ class ScriptedEngine:
 
     def close(self):
         self.calls.append("close")
+
+
+def put_behind_receivers(engine, monkeypatch):
+    """Have every receiver that is made from now on get this engine, whatever its options name; returns it."""
+    monkeypatch.setattr(receiver.daemon, "make_engine", lambda *_, **__: engine)
+    return engine
 
 
 class Run:

@@ -207,8 +207,9 @@ def make_receiver(*, heartbeat: float | None = None, **values: Any) -> tuple[Rec
     from receiver.activation import Policy  # noqa: PLC0415 - heavy, and --help does without
     from receiver.config import shown_url  # noqa: PLC0415
     from receiver.coordination import Coordination  # noqa: PLC0415
-    from receiver.daemon import Options, Receiver  # noqa: PLC0415
+    from receiver.daemon import Receiver  # noqa: PLC0415
     from receiver.logs import set_up_logs  # noqa: PLC0415
+    from receiver.options import Options  # noqa: PLC0415
     from receiver.status import Status  # noqa: PLC0415
 
     set_up_logs(values.pop("log_format"), values.pop("log_level"))

@@ -22,7 +22,8 @@ from deltastore.errors import CorruptObject, DeltastoreError, StreamMismatch, Un
 from deltastore.fsck import check
 from deltastore.manifest import encode_manifest, manifest_key, parse_manifest
 from deltastore.storage.local import LocalBackend
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
+from receiver.options import Options
 from receiver.status import Status
 
 HASH = hasher("xxh3-128")

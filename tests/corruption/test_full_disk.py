@@ -18,7 +18,8 @@ from deltastore import Writer, open_store
 from deltastore.errors import DeltastoreError, DiskFull, StorageError
 from deltastore.fsck import check
 from deltastore.storage.local import LocalBackend
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
+from receiver.options import Options
 from receiver.status import Status
 
 SNAPSHOTS = [training.small_snapshot(seed) for seed in range(4)]

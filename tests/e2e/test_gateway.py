@@ -9,44 +9,22 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-import torch
 import training
+from engines import Stream
 
-from deltastore import Writer
 from receiver.engines.serve import EngineApp, serve_in_thread
 from receiver.engines.torch_module import TorchModuleEngine
-from tools.demo.model import TIED, CausalLM, ModelConfig, save_checkpoint
+from tools.demo.model import TIED
 from tools.demo.serving import build
 
-TINY = ModelConfig(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=96,
-)
 
-
-def weights(seed):
-    state = CausalLM(TINY).initialise(seed).state_dict()
-    return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+@pytest.fixture
+def stream(tmp_path):
+    return Stream(tmp_path)
 
 
 @pytest.fixture
-def publish(tmp_path):
-    save_checkpoint(tmp_path / "base", TINY, weights(0))
-
-    def publish(version):
-        with Writer(tmp_path / "store", base=tmp_path / "base" if version == 1 else None) as writer:
-            writer.publish(weights(version)).result()
-
-    publish(1)
-    return publish
-
-
-@pytest.fixture
-def engine(tmp_path, publish):
+def engine(tmp_path, stream):
     model = build(tmp_path / "base", "bf16")
     made = TorchModuleEngine(model.module, mapping=TIED, probe=model.probe)
     made.prime(tmp_path / "base")
@@ -99,11 +77,11 @@ def version_of(answer):
     return int(span["version"].rpartition("/")[2])
 
 
-def test_clients_see_versions_and_no_death_of_anybody_mixes_them(start, publish, engine):
+def test_clients_see_versions_and_no_death_of_anybody_mixes_them(start, stream, engine):
     gateway, receiver = start.gateway(), start.receiver()
     # It waits at the shut gate until the first version is confirmed.
     assert version_of(start.ask()) == 1
-    publish(2)
+    stream.publish()
     assert version_of(start.ask(min_version=1)) in (1, 2)
     training.until(lambda: start.ask(min_version=2).status_code == 200, seconds=60)
     assert version_of(start.ask(min_version=2)) == 2
@@ -124,7 +102,7 @@ def test_clients_see_versions_and_no_death_of_anybody_mixes_them(start, publish,
     gateway.send(signal.SIGKILL)
     gateway.end()
     gateway = start.gateway()
-    publish(3)
+    stream.publish()
     receiver = start.receiver()
     assert version_of(start.ask()) == 3
     for command in (receiver, gateway):

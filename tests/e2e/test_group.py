@@ -7,7 +7,8 @@ import signal
 import httpx
 import pytest
 import training
-from small_engines import Engines, Stream, holds
+from engines import Stream, holds
+from small_engines import Engines
 
 from deltastore import open_store
 from deltastore.groups import RoundObjects

@@ -8,7 +8,8 @@ import threading
 import httpx
 import pytest
 import training
-from small_engines import Engines, Stream, holds
+from engines import Stream, holds
+from small_engines import Engines
 
 NAMES = ("canary", "second", "third")
 

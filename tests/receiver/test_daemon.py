@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 import training
-from following import Run, ScriptedEngine, ready_at
+from following import ready_at
 
 import receiver.daemon
 import receiver.patcher
@@ -32,23 +32,8 @@ from deltastore.errors import (
 )
 from deltastore.manifest import encode_manifest, manifest_key
 from deltastore.signing import Signer, generate_key
-from receiver.daemon import Options, Receiver
 from receiver.follower import Follower
 from receiver.status import Status, StatusServer
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    made = ScriptedEngine()
-    monkeypatch.setattr(receiver.daemon, "make_engine", lambda *_, **__: made)
-    return made
-
-
-@pytest.fixture
-def run(tmp_path):
-    made = Run(tmp_path)
-    made.publish()
-    return made
 
 
 def test_it_follows_versions_as_they_are_published(run, engine):
@@ -622,19 +607,3 @@ def test_a_restart_bears_damaged_answers_from_the_store(run, engine):
         training.until(lambda: isinstance(made.status.error, CorruptObject))
         manifest.write_bytes(whole)
         ready_at(made, 1)
-
-
-def test_pauses_grow_to_a_minute_and_stay_there_for_days(run, engine, monkeypatch):
-    status = Status(store=str(run.url), checkpoint=str(run.live), target="latest")
-    made = Receiver(Options(store=str(run.url), checkpoint=run.live, poll=1.0), status)
-    pauses = []
-    monkeypatch.setattr(made, "_wait", pauses.append)
-
-    def fails_for_days():
-        if len(pauses) < 3000:
-            raise StorageError("nobody answers")
-
-    made._until_done(fails_for_days)
-    assert len(pauses) == 3000
-    assert pauses[0] <= 2
-    assert all(30 <= pause <= 60 for pause in pauses[10:])

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 import training
-from following import Run, ScriptedEngine, ready_at
+from following import ready_at
 
 import receiver.daemon
 import receiver.patcher
@@ -27,12 +27,28 @@ def opened(below):
     return sorted(name for name in found if name.startswith(str(below)))
 
 
+@pytest.fixture
+def no_garbage_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held_open(run, versions, *, before=lambda: None):
+    """Follow so many versions, doing something before each but the first; yields what is open in the slots."""
+    with run.running() as made:
+        for version in range(1, versions + 1):
+            if version > 1:
+                before()
+                run.publish()
+            ready_at(made, version)
+            training.until(lambda: made.status.record()["state"] == "following")
+            yield opened(run.live.with_name("live.slots"))
+
+
 @pytest.mark.parametrize("chained", [False, True])
-def test_failed_patches_leave_nothing_open(tmp_path, monkeypatch, chained):
-    engine = ScriptedEngine()
-    monkeypatch.setattr(receiver.daemon, "make_engine", lambda *_, **__: engine)
-    run = Run(tmp_path)
-    run.publish()
+def test_failed_patches_leave_nothing_open(run, engine, monkeypatch, no_garbage_collector, chained):
     build = receiver.patcher.build_checkpoint
     failing = []
 
@@ -49,30 +65,12 @@ def test_failed_patches_leave_nothing_open(tmp_path, monkeypatch, chained):
         return built
 
     monkeypatch.setattr(receiver.patcher, "build_checkpoint", fails)
-    slots = run.live.with_name("live.slots")
-    gc.collect()
-    gc.disable()
-    try:
-        with run.running() as made:
-            counts = []
-            for version in range(1, 6):
-                failing += [1, 1] if version > 1 else []
-                if version > 1:
-                    run.publish()
-                ready_at(made, version)
-                training.until(lambda: made.status.record()["state"] == "following")
-                counts.append(len(opened(slots)))
-            assert [name for name in opened(slots) if name.endswith("(deleted)")] == []
-            assert max(counts[1:]) <= counts[1]
-    finally:
-        gc.enable()
+    *_, second, _, _, last = found = list(held_open(run, 5, before=lambda: failing.extend([1, 1])))
+    assert [name for name in last if name.endswith("(deleted)")] == []
+    assert max(map(len, found[1:])) <= len(second)
 
 
-def test_what_garbage_keeps_open_is_closed_before_the_next_version(tmp_path, monkeypatch):
-    engine = ScriptedEngine()
-    monkeypatch.setattr(receiver.daemon, "make_engine", lambda *_, **__: engine)
-    run = Run(tmp_path)
-    run.publish()
+def test_what_garbage_keeps_open_is_closed_before_the_next_version(run, engine, monkeypatch, no_garbage_collector):
     build = receiver.patcher.build_checkpoint
 
     def builds(*arguments, **options):
@@ -81,18 +79,5 @@ def test_what_garbage_keeps_open_is_closed_before_the_next_version(tmp_path, mon
         return ring[0]
 
     monkeypatch.setattr(receiver.patcher, "build_checkpoint", builds)
-    slots = run.live.with_name("live.slots")
-    gc.collect()
-    gc.disable()
-    try:
-        with run.running() as made:
-            counts = []
-            for version in range(1, 7):
-                if version > 1:
-                    run.publish()
-                ready_at(made, version)
-                training.until(lambda: made.status.record()["state"] == "following")
-                counts.append(len(opened(slots)))
-            assert max(counts[2:]) <= counts[2]
-    finally:
-        gc.enable()
+    found = [len(names) for names in held_open(run, 6)]
+    assert max(found[2:]) <= found[2]

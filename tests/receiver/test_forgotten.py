@@ -17,7 +17,8 @@ from deltastore.policy import Policy
 from deltastore.storage.local import LocalBackend
 from deltastore.tags import set_tag
 from deltastore.testing import Effect, Fault, FaultyBackend
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
+from receiver.options import Options
 from receiver.status import Status
 
 SNAPSHOTS = [training.small_snapshot(seed, elements=64) for seed in range(6)]

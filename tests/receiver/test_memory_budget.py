@@ -34,7 +34,8 @@ RECEIVE = """
 import sys
 from pathlib import Path
 from deltastore.codec.chunk import warm_up
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
+from receiver.options import Options
 from receiver.status import Status
 from tools.bench.probe import peak_of
 home, budget = Path(sys.argv[1]), int(sys.argv[2])

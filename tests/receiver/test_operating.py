@@ -24,7 +24,8 @@ from deltastore.heartbeat import read_fleet
 from deltastore.storage.local import LocalBackend
 from receiver.activation import Activation
 from receiver.coordination import Coordination
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
+from receiver.options import Options
 from receiver.repair import Repaired
 from receiver.status import Status, StatusServer
 
@@ -512,7 +513,7 @@ def test_a_store_that_is_gone_for_an_hour_is_caught_up_with_in_one_pass(scene, m
         elif passed >= 3610 and made.status.serving == 9:
             made.stop()
 
-    monkeypatch.setattr(made, "_wait", wait)
+    monkeypatch.setattr(made._wakeups, "rest", wait)
     made.run()
     assert made.status.serving == 9
     assert value(made, "receiver_patches_total") == 2  # the first three, and six at once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import training
-from following import Run, ScriptedEngine, ready_at
+from following import ready_at
 
 import receiver.daemon
 from deltastore.errors import SelfTestFailed, StorageError, StoreNotFound
@@ -12,20 +12,6 @@ from deltastore.storage.local import LocalBackend
 from deltastore.storage.retry import RetryingBackend
 from receiver.coordination import Coordination
 from receiver.engines.base import Probe
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    made = ScriptedEngine()
-    monkeypatch.setattr(receiver.daemon, "make_engine", lambda *_, **__: made)
-    return made
-
-
-@pytest.fixture
-def run(tmp_path):
-    made = Run(tmp_path)
-    made.publish()
-    return made
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from deltastore import Writer, open_store
 from deltastore.digest import hasher
 from deltastore.errors import DamagedSlot
 from deltastore.snapshot import CHUNK_BYTES
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
+from receiver.options import Options
 from receiver.patcher import Patcher
 from receiver.scrub import Scrub
 from receiver.slots import Slots

@@ -10,9 +10,8 @@ from functools import partial
 import msgspec
 import pytest
 import training
-from following import Run, ScriptedEngine, ready_at
+from following import Run, ScriptedEngine, put_behind_receivers, ready_at
 
-import receiver.daemon
 from deltastore import Writer, open_store
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, EngineError, SelfTestFailed, StorageError, UnsupportedFormat, UsageError
@@ -43,16 +42,7 @@ class ProbedEngine(ScriptedEngine):
 
 @pytest.fixture
 def engine(monkeypatch):
-    made = ProbedEngine()
-    monkeypatch.setattr(receiver.daemon, "make_engine", lambda *_, **__: made)
-    return made
-
-
-@pytest.fixture
-def run(tmp_path):
-    made = Run(tmp_path)
-    made.publish()
-    return made
+    return put_behind_receivers(ProbedEngine(), monkeypatch)
 
 
 def test_the_probe_of_what_is_served_is_told(run, engine):

@@ -10,7 +10,8 @@ import training
 from deltastore import Writer
 from deltastore.errors import AccessDenied, DeltastoreError
 from deltastore.storage.faults import FaultKind
-from receiver.daemon import Options, Receiver
+from receiver.daemon import Receiver
+from receiver.options import Options
 from receiver.status import Status
 from tools.chaos.proxy import running_proxy
 from tools.chaos.rules import Rule
