@@ -276,7 +276,10 @@ class RoundObjects:
             data = self._backend.read(key, limit=MAX_COORDINATION_BYTES)
         except ObjectNotFound:
             return None
-        record = parse_coordination(data, kind, key=key)
+        try:
+            record = parse_coordination(data, kind, key=key)
+        except CorruptObject as error:
+            raise CorruptObject(error.message, key=key, hint=_delete(self._group)) from error
         said = (record.stream_id, record.group, record.number)
         of_id = isinstance(record, (Ready, Loaded)) and not name.endswith(f"/{record.receiver_id}")
         if said != (self._stream_id, self._group, number) or of_id:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from deltastore.errors import StorageError, StreamMismatch
+from deltastore.errors import CorruptObject, StorageError, StreamMismatch
 from deltastore.groups import RoundObjects, joined, members_ledger
 from deltastore.ledger import Choice
 
@@ -276,7 +276,7 @@ class Group:
         """Say whether they are loaded here, and wait for the round's outcome; ``False``: generation stays held.
 
         It is not left off when the receiver is told to stop: ``load_timeout`` bounds it. Raises ``StorageError`` when
-        the store is out of reach for longer than that.
+        the store is out of reach for longer than that, ``CorruptObject`` when an object stays damaged so long.
         """
         own, round_ = _choice(weights), self._round
         if self._entered is None:
@@ -288,7 +288,7 @@ class Group:
             late = self._clock() - since > self._load_timeout
             try:
                 step = self._after_load(loaded=loaded, late=late)
-            except StorageError:
+            except (StorageError, CorruptObject):  # an answer may be damaged on its way
                 if late:
                     raise
                 step = "wait"

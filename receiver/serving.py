@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from deltastore.errors import DeltastoreError, DrainTimeout, EngineError, SelfTestFailed, StorageError
+from deltastore.errors import DeltastoreError, DrainTimeout, EngineError, SelfTestFailed
 
 from .activation import PREPARED, UNKNOWN, Activation, Case, Weights, advance, keeps_kv
 from .logs import seconds_text, tell, tell_failure
@@ -355,7 +355,7 @@ class _Run:
             except DrainTimeout as error:
                 self.error = self.error or error
                 return "timed-out"
-            except (EngineError, StorageError) as error:
+            except DeltastoreError as error:
                 self.error = self.error or error
                 return "gone" if progress.step == "look" else "failed"
 

@@ -178,6 +178,10 @@ def test_round_objects_are_created_once_and_those_of_other_rounds_and_members_ar
     backend.create("groups/g/rounds/0000000001/loaded/b.json", report)
     with pytest.raises(CorruptObject):
         mine.loaded(1, "b")
+    backend.create("groups/g/rounds/0000000003/outcome.json", report.replace(b"1", b"2"))
+    with pytest.raises(CorruptObject) as caught:
+        mine.outcome(3)
+    assert "delete groups/g/" in caught.value.hint
     assert mine.newest() == 1
     for number in range(2, 9):
         mine.begin(number, wanted=CHOICE, served=None, failed=None)

@@ -143,6 +143,7 @@ class GatedEngine:
         self._busy = False  # from a pause to its resume the gate is not opened by a look at the engine
         self._serving: tuple[str, str] | None = None  # incarnation and label that the gate was opened for
         self._loaded: str | None = None
+        self._failed: str | None = None  # what a load left unfinished: nothing is known of the weights
         self._awake = False  # the engine itself may generate, for a probe
         self._in_flight: InFlight = "wait"
         self._doubts = 0
@@ -157,9 +158,8 @@ class GatedEngine:
 
         A gate that is shut although nothing has changed (the gateway restarted, or lost sight of the engine) is opened.
         """
-        gate = self._gate.state(
-            patient=False
-        )  # before the engine: an engine that restarts after it answered raises the doubts
+        # The gate before the engine: an engine that restarts after it answered raises the doubts.
+        gate = self._gate.state(patient=False)
         info = self._engine.info()
         with self._lock:
             if self._busy:
@@ -218,12 +218,14 @@ class GatedEngine:
     def load(self, checkpoint: Path, *, version: str, keep_kv: bool = False) -> None:
         """Load into the engine, which is paused again first if it was awake."""
         with self._lock:
+            if not self._busy:
+                raise EngineError("nothing is loaded without a pause", key=self._gate.url, hint="pause first.")
             self._serving = None
-        if self._busy:  # else the engine has to refuse it
-            self._sleep()
+        self._sleep()
         self._doubts = self._gate.state().doubts
-        self._loaded = version
+        self._loaded, self._failed = None, version
         self._engine.load(checkpoint, version=version, keep_kv=keep_kv)
+        self._loaded, self._failed = version, None
 
     def confirm(self, version: str) -> None:
         """Have the engine confirm it."""
@@ -252,6 +254,8 @@ class GatedEngine:
         if not self._busy:
             self._engine.resume()
             return
+        if self._failed is not None:
+            raise EngineError(f"the load of {self._failed} failed", key=self._failed, hint="loading again.")
         self._wake()
         info = self._engine.info()
         if info.version is None or info.paused or info.version != (self._loaded or info.version):

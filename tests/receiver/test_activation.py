@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.errors import DrainTimeout, EngineError, StorageError, UsageError
+from deltastore.errors import CorruptObject, DrainTimeout, EngineError, StorageError, UnsupportedFormat, UsageError
 from receiver.activation import PREPARED, Case, Policy, Solo, Weights, advance, keeps_kv
 from receiver.engines.base import EngineInfo, Probe
 from receiver.serving import _Run
@@ -249,12 +249,13 @@ def test_a_paused_engine_whose_round_is_off_goes_back():
     assert (result.outcome, engine.paused) == ("latched", True)
 
 
+@pytest.mark.parametrize("error", [StorageError("away"), CorruptObject("damaged"), UnsupportedFormat("newer")])
 @pytest.mark.parametrize(("answers", "outcome"), [([], "failed"), ([True], "undecided")])
-def test_a_coordinator_out_of_reach_decides_nothing(answers, outcome):
+def test_a_coordinator_that_cannot_be_understood_decides_nothing(answers, outcome, error):
     engine = Engine()
-    result, _ = activate(engine, coordinator=Told(*answers, StorageError("away")))
+    result, _ = activate(engine, coordinator=Told(*answers, error))
     assert (result.outcome, engine.paused) == (outcome, bool(answers))
-    assert isinstance(result.error, StorageError)
+    assert result.error is error
 
 
 def test_an_engine_that_restarts_after_its_resume_is_not_taken_for_the_one_that_confirmed():

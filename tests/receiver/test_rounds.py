@@ -10,7 +10,7 @@ import pytest
 import training
 
 from deltastore import Writer
-from deltastore.errors import StorageError, UsageError
+from deltastore.errors import CorruptObject, StorageError, UsageError
 from deltastore.reader import store_at
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import FaultKind, FaultyBackend, RandomFaults
@@ -76,7 +76,7 @@ class One:
     def follow(self, target, **options):
         try:
             while True:
-                with suppress(StorageError):  # the daemon begins the pass anew
+                with suppress(StorageError, CorruptObject):  # the daemon begins the pass anew
                     self.go_to(target(), **options)
                 self.wait(0.01)
         except Ended:
@@ -185,3 +185,38 @@ def test_members_whose_store_loses_answers_agree_all_the_same(store, running):
     for version in (1, 2, 0, 1, 2):
         target.version = version
         training.until(lambda: [member.serving for member in members] == [target.version] * 3, seconds=60)
+
+
+class Garbling(LocalBackend):
+    """Reads of a round's outcome are damaged so often."""
+
+    def __init__(self, root, times):
+        super().__init__(root)
+        self.left = times
+
+    def read(self, key, **options):
+        data = super().read(key, **options)
+        if key.endswith("/outcome.json") and self.left:
+            self.left -= 1
+            return bytes(data)[:-9]
+        return data
+
+
+def test_a_damaged_answer_at_the_barrier_is_read_again(store, running):
+    backend = Garbling(store, 3)
+    members = [One(store, "a"), One(store, "b"), One(store, "c", backend=backend)]
+    for member in members:
+        running(member, lambda: 1)
+    training.until(lambda: [member.serving for member in members] == [1] * 3)
+    assert backend.left == 0
+
+
+def test_whoever_cannot_read_the_outcome_stays_paused_until_it_can(store, running):
+    backend = Garbling(store, -1)
+    members = [One(store, "a"), One(store, "b"), One(store, "c", backend=backend, load=0.2)]
+    for member in members:
+        running(member, lambda: 1)
+    training.until(lambda: [member.serving for member in members] == [1, 1, None] and backend.left < -100)
+    assert members[2].paused
+    backend.left = 0
+    training.until(lambda: members[2].serving == 1)

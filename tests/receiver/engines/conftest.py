@@ -12,22 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from engines import TINY, weights
 
-from tools.demo.model import CausalLM, ModelConfig, save_checkpoint
+from tools.demo.model import save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[3]
-
-TINY = ModelConfig(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=96,
-)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,16 +31,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def snapshot(seed: int, config: ModelConfig = TINY) -> dict[str, torch.Tensor]:
-    state = CausalLM(config).initialise(seed).state_dict()
-    return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
-
-
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory) -> tuple[Path, Path]:
     paths = tuple(tmp_path_factory.mktemp("checkpoint") / f"seed{seed}" for seed in (1, 2))
     for seed, path in enumerate(paths, start=1):
-        save_checkpoint(path, TINY, snapshot(seed))
+        save_checkpoint(path, TINY, weights(seed))
     return paths
 
 

@@ -5,10 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import training
 
 from receiver.engines import make_engine
+from receiver.engines.base import EngineInfo
+from receiver.engines.gated import GateClient, GatedEngine
 from receiver.engines.none import NoEngine
 from receiver.engines.torch_module import TorchModuleEngine
+from receiver.gateway.server import GatewayServer
 from receiver.testing.engine_contract import EngineContract
 from receiver.testing.engine_server import EngineServer
 from receiver.testing.streams import CompletionStream
@@ -45,8 +49,8 @@ class TestTorchModuleEngine(Checkpoints):
 class Streamed(CompletionStream):
     """A request of a few seconds, unless it is brought to its end."""
 
-    def __init__(self, server):
-        super().__init__(server.url, (5, 6, 7), most_tokens=100_000)
+    def __init__(self, server, url=None):
+        super().__init__(url or server.url, (5, 6, 7), most_tokens=100_000)
         self._engine = server.engine
         assert self.reach(1)
 
@@ -86,6 +90,36 @@ class TestSglangEngine(OfServers):
         engine = make_engine("sglang", url=server.url)
         yield engine
         engine.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+class TestGatedEngine(OfServers):
+    """Behind a gateway, which clients ask too. It is shut until the first version is served."""
+
+    version_at_first = "s/0"
+
+    @pytest.fixture
+    def server(self, tiny_checkpoints, kind):
+        with (
+            EngineServer(tiny_checkpoints[0], kind=kind) as server,
+            GatewayServer(server.url, "127.0.0.1:0", control="127.0.0.1:0") as server.gateway,
+        ):
+            yield server
+
+    @pytest.fixture
+    def engine(self, server, kind, tiny_checkpoints):
+        engine = GatedEngine(make_engine(kind, url=server.url), GateClient(server.gateway.control_url))
+        training.until(lambda: server.gateway.gate.watching)
+        assert engine.info() == EngineInfo(engine.info().incarnation, None, paused=True)
+        engine.pause()
+        engine.load(tiny_checkpoints[0], version="s/0")
+        engine.resume()
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def start_request(self, server):
+        return lambda: Streamed(server, server.gateway.url)
 
 
 class HookedRequest:
