@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from .activation import Outcome
 
 __all__ = ["Metrics"]
 
@@ -40,6 +44,15 @@ class Metrics:
         self.seconds = Histogram(
             "receiver_stage_seconds", "Seconds by stage.", ["stage"], registry=registry, buckets=_STAGE_SECONDS
         )
+
+        # Those whose labels are known begin at 0: a counter that appears with its first count has no rate.
+        for counter, labels in (
+            (self.retries, ("pass", "request")),
+            (self.heartbeats, ("sent", "failed")),
+            (self.activations, get_args(Outcome)),
+        ):
+            for label in labels:
+                counter.labels(label)
 
     def worked(self, stage: str, count: int) -> None:
         """Count bytes that went through a stage."""

@@ -345,6 +345,12 @@ def value(made, name):
 
 def test_the_documented_metrics_are_there_and_move(scene, monkeypatch):
     with scene.running() as made:
+        for name in (
+            'retries_total{of="pass"}',
+            'heartbeats_total{outcome="sent"}',
+            'activations_total{outcome="lost"}',
+        ):
+            assert value(made, f"receiver_{name}") == 0  # there from the start, so that its rate is known
         at(made, 3)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in scene.snapshots[0].values())
         assert value(made, "receiver_version") == value(made, "receiver_target_version") == 3

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,8 +232,8 @@ class Daemon:
         self._http.post(f"{self._url}/pin", json={"version": target}).raise_for_status()
 
     def counters(self) -> dict[str, float]:
-        """Return its counters; those with a label as ``name label``."""
-        found = {}
+        """Return its counters; those with a label as ``name label``. What was not counted yet is 0."""
+        found: dict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(self._http.get(f"{self._url}/metrics").raise_for_status().text):
             for name, labels, value, *_ in family.samples:
                 if name.endswith(("_total", "_count")):
