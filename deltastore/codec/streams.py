@@ -35,8 +35,12 @@ _RANDOM_BITS = 7.7
 _RANDOM_SHARE = 0.97
 _TRIED = 32 << 10
 _SAMPLE = 4096
-#: Higher levels take several times as long, and make these streams no smaller.
-_ZSTD_LEVEL = 1
+#: Level 1 with a table of 256 places, for matches of seven bytes and more. What repeats at all in these streams repeats
+#: at length; short matches are chance, and their looking up and writing down costs more than literals do. Higher levels
+#: take several times as long, and make the streams no smaller. The window is a chunk.
+_ZSTD = zstandard.ZstdCompressionParameters.from_level(
+    1, window_log=21, hash_log=8, min_match=7, write_checksum=False, write_content_size=True
+)
 _NO_FLAGS = np.empty(0, np.uint8)
 _NO_FLAGS.flags.writeable = False
 
@@ -47,7 +51,7 @@ class StreamWriter:
     __slots__ = ("_compressor",)
 
     def __init__(self) -> None:
-        self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False, write_content_size=True)
+        self._compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
 
     def append(
         self, pieces: list[bytes], raw: Bytes, *, sifted: tuple[int, Bytes] | None = None, bits: float = 0.0

@@ -460,7 +460,7 @@ def test_what_was_encoded_is_kept_as_a_private_copy(width: int, level: str, shar
     assert decode(old.tobytes(), *arguments, width=width) == before.tobytes()
 
 
-@pytest.mark.parametrize(("period", "stored"), [(3000, True), (None, False)])
+@pytest.mark.parametrize(("period", "stored"), [(512, True), (3000, True), (16 << 10, True), (None, False)])
 def test_bytes_that_look_random_are_compressed_where_they_repeat(period: int | None, stored: bool) -> None:
     noise = np.random.default_rng(13).integers(0, 256, 1 << 20, np.uint8)
     new = np.resize(noise[:period], noise.size) if period else noise
