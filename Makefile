@@ -36,7 +36,7 @@ $(VLLM_STAMP): tools/vllm_environment.py
 FUZZ_BYTES ?= 10000000
 
 fuzz: $(STAMP)
-	$(BIN)/python tests/fuzzing.py --bytes $(FUZZ_BYTES)
+	PYTHONPATH=tests $(BIN)/python -m fuzzing --bytes $(FUZZ_BYTES)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
