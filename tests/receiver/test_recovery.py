@@ -7,7 +7,8 @@ import training
 from following import ready_at
 
 import receiver.daemon
-from deltastore.errors import SelfTestFailed, StorageError, StoreNotFound
+from deltastore import Writer
+from deltastore.errors import SelfTestFailed, StorageError, StoreNotFound, StreamMismatch
 from deltastore.storage.local import LocalBackend
 from deltastore.storage.retry import RetryingBackend
 from receiver.coordination import Coordination
@@ -58,6 +59,22 @@ def test_a_paused_engine_gets_the_live_version_without_the_store(away, engine):
         assert made.status.record()["target"] == 3
     assert engine.served == ["2", "3"]
     training.assert_holds(away.live, away.snapshots[3])
+
+
+def test_another_stream_that_comes_in_the_stores_place_is_told_and_followed_by_nobody(away, engine):
+    with away.running() as made:
+        ready_at(made, 2)
+        with Writer(away.url, base=away.base) as writer:  # another stream of the same model
+            writer.publish(training.small_snapshot(9)).result()
+        training.until(lambda: made.failure or isinstance(made.status.error, StreamMismatch))
+        tried_again(made)
+        assert (engine.paused, engine.number, made.status.serving) == (False, "2", 2)
+        training.assert_holds(away.live, away.snapshots[2])
+        away.url.rename(away.root / "foreign")
+        back(away)
+        away.publish()
+        ready_at(made, 3)
+    assert engine.served == ["2", "3"]
 
 
 def test_a_version_that_the_engine_refuses_is_rolled_back_without_the_store(away, engine):
