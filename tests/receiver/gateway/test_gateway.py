@@ -182,11 +182,15 @@ def test_a_body_too_large_is_refused_and_one_in_pieces_too(engine, opened, clien
 
 @pytest.mark.parametrize("options", [{"salt": True}])
 def test_the_prefix_cache_is_salted_by_version(engine, opened, client, pool):
-    sent = pool.submit(post, client, {"prompt": "x", "cache_salt": "mine"})
-    call = engine.call()
-    assert json.loads(call.body) == {"prompt": "x", "cache_salt": "s/1:mine"}
-    call.answer(b"{}")
-    sent.result(SECONDS)
+    salts = []
+    for version in (1, 1, 2):
+        open_for(opened, f"s/{version}")
+        sent = pool.submit(post, client, {"prompt": "x", "cache_salt": "mine"})
+        call = engine.call()
+        salts.append(json.loads(call.body)["cache_salt"])
+        call.answer(b"{}")
+        sent.result(SECONDS)
+    assert salts[0] == salts[1] != salts[2]
     sent = pool.submit(post, client, path="/generate")
     call = engine.call()
     assert json.loads(call.body) == {"prompt": "x"}
