@@ -34,6 +34,7 @@ class Routes:
         common: dict[tuple[str, str], Callable[[Call], Answer]] = {
             ("POST", "/v1/completions"): completions.complete,
             ("POST", "/v1/chat/completions"): completions.chat,
+            ("GET", "/health"): lambda _: Answer(""),
             ("GET", "/v1/models"): lambda _: Answer({"object": "list", "data": [{"id": "m", "object": "model"}]}),
             ("POST", "/update_weight_version"): self._update_weight_version,
         }
@@ -52,7 +53,6 @@ class Routes:
 
     def _vllm(self) -> dict[tuple[str, str], Callable[[Call], Answer]]:
         return {
-            ("GET", "/health"): lambda _: Answer(""),
             ("GET", "/metrics"): self._metrics,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
