@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineHttp", "Handler", "Owner"]
 
+_CLOSING_SECONDS: Final = 30.0  # never needed, unless a test's hook waits
 _ERROR: Final = {"error": {"message": "it failed", "type": "InternalServerError", "param": None, "code": 500}}
 
 
@@ -159,13 +160,14 @@ class EngineHttp(ThreadingHTTPServer):
     def __init__(self, owner: Owner, port: int) -> None:
         self.owner = owner
         self._open: set[socket.socket] = set()
-        self._open_lock = threading.Lock()
+        self._changed = threading.Condition()
         self._broken = False
+        self._listens = True
         super().__init__(("127.0.0.1", port), Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Note the connection."""
-        with self._open_lock:
+        with self._changed:
             self._open.add(request)
             broken = self._broken
         if broken:
@@ -174,9 +176,10 @@ class EngineHttp(ThreadingHTTPServer):
 
     def shutdown_request(self, request: Any) -> None:
         """Forget the connection."""
-        with self._open_lock:
-            self._open.discard(request)
         super().shutdown_request(request)
+        with self._changed:
+            self._open.discard(request)
+            self._changed.notify_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of connections that broke; tell of all else."""
@@ -185,15 +188,22 @@ class EngineHttp(ThreadingHTTPServer):
 
     def break_off(self) -> None:
         """Listen no more, and break every connection."""
-        with self._open_lock:
+        with self._changed:
             if self._broken:
                 return
             self._broken = True
         self.shutdown()
         self.server_close()
-        with self._open_lock:
+        with self._changed:
+            self._listens = False
             for connection in self._open:
                 _reset(connection)
+            self._changed.notify_all()
+
+    def wait_until_closed(self) -> None:
+        """After ``break_off``: wait until every thread has closed its connection."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._listens and not self._open, _CLOSING_SECONDS)
 
 
 def _reset(connection: socket.socket) -> None:

@@ -108,6 +108,8 @@ class EngineServer:
     ) -> None:
         self._ended.set()
         self.engine.die()
+        if self._http is not None:
+            self._http.wait_until_closed()
 
     def die(self) -> None:
         """End the engine as SIGKILL does: every connection breaks, and new ones are refused."""
