@@ -16,11 +16,20 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from typing_extensions import Self
 
-__all__ = ["HttpServer"]
+__all__ = ["KEEP_ALIVE", "HttpServer"]
 
 _BACKLOG: Final = 1024
 # A client that takes nothing for so long is cut off.
 _STALLED_MILLISECONDS: Final = 120_000
+#: Socket options, by which it is found within half a minute that the other host is gone.
+KEEP_ALIVE: Final = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, option)  # not on every system
+    ),
+]
 
 
 class HttpServer:
@@ -49,6 +58,9 @@ class HttpServer:
         # asyncio leaves Nagle's delay on for a listener that it did not make itself.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STALLED_MILLISECONDS)
+        # A client whose host is gone says nothing, and nothing may be on its way to it for long.
+        for option in KEEP_ALIVE:
+            self._socket.setsockopt(*option)
         try:
             self._socket.bind((host, int(port)))
             self._socket.listen(_BACKLOG)

@@ -83,14 +83,15 @@ class Attribution:
         usage = chunk.get("usage")
         total = usage.get("completion_tokens") if isinstance(usage, dict) else None
         ends = not choices and usage is not None
+        index = 0
         for choice in choices:
             if not isinstance(choice, dict):
                 continue
             index = _number(choice.get("index"))
             self._add(index, _tokens_in(choice), label)
             ends = ends or choice.get("finish_reason") is not None
-        if len(choices) == 1 and self.choices.keys() <= {0}:
-            self._reach(0, total, label)
+        if len(choices) == 1:
+            self._reach(index, total, label)  # usage beside a choice is of that choice
         elif not choices and self.choices.keys() == {0} and len(self.choices[0].runs) == 1:
             # All of one version: the engine's total is the better count.
             self._reach(0, total, self.choices[0].runs[0][0])

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from deltastore.errors import UsageError
+from receiver.http_server import KEEP_ALIVE
 
 from .gate import AnswerLost, Gate, NotServed, Running, StillShut
 from .rewrite import PassedOn, writer_for
@@ -60,6 +61,8 @@ _HOP_BY_HOP: Final = frozenset(
 _OURS: Final = frozenset({"host", "content-length", "x-min-version", "x-exact-version", "x-weight-version"})
 #: The server sets them.
 _SERVERS: Final = frozenset({"date", "server", "x-weight-version"})
+#: Why the gateway itself ends a stream; what the engine broke off stays broken off.
+_ENDED: Final = frozenset({"weights_updated", "slow_reader"})
 _CONNECT_SECONDS: Final = 10.0
 #: Bodies of requests that wait take so many bytes at most, all together.
 _MOST_HELD_BYTES: Final = 1 << 30
@@ -107,9 +110,15 @@ class Proxy:
         self._held_bytes = 0
         self._client = httpx.AsyncClient(
             trust_env=False,
+            # Generation may take any time: a request ends when its client leaves, an update cuts it, or its engine's
+            # host is gone, which only the kernel can find out.
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            # A connection a request: one that is kept may be closed just as it is used, and no call may be repeated.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            transport=httpx.AsyncHTTPTransport(
+                trust_env=False,
+                socket_options=KEEP_ALIVE,
+                # A connection a request: one that is kept may be closed just as it is used, and no call be repeated.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            ),
         )
 
     async def close(self) -> None:
@@ -290,8 +299,8 @@ class _Exchange:
         error = {"error": {"message": str(lost), "type": "gateway", "param": None, "code": lost.code}}
         rest = self._writer.broken(msgspec.json.encode(error))
         if rest is not None:
-            await self._send(rest, more=False)
-        # Else the answer is left without its end: the server closes the connection.
+            await self._send(rest, more=lost.code not in _ENDED)
+        # An answer that is left without its end is broken off by the server, as it would be without the gateway.
 
     async def _pump(self, passed_on: httpx.Request) -> None:
         running = self._running

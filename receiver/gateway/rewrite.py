@@ -21,6 +21,8 @@ __all__ = ["EventStream", "JsonObject", "LineStream", "Lines", "PassedOn", "Writ
 
 #: A longer line is passed on unread.
 _MOST_LINE: Final = 4 << 20
+#: And so is a longer object.
+_MOST_OBJECT: Final = 64 << 20
 _SPACE: Final = b" \t\r\n"
 _LINE_END: Final = re.compile(rb"[\r\n]")
 
@@ -116,7 +118,8 @@ class Lines:
 class EventStream:
     """Server-sent events. What is known of versions is added to each chunk that ends a choice, or tells the usage.
 
-    A stream without such a chunk gets one of its own, without choices, before ``[DONE]`` or at its end.
+    A stream without such a chunk gets one of its own, without choices, before ``[DONE]`` or at its end. One that ends
+    within an event gets none: no client takes what has no end for an event, and what is added would be its end.
     """
 
     changes = True
@@ -136,13 +139,13 @@ class EventStream:
         """Return the rest."""
         rest = self._lines.rest()
         out = self._line(rest, self._lines.label, True) if rest else b""
-        return out if self._told else out + self._separated(self._own_event())
+        return out if self._told or self._began_event else out + self._own_event()
 
     def broken(self, error: bytes) -> bytes | None:
         """Return an event with the error, and what is known of versions."""
         self._lines.rest()
         told = b"data: " + _with_fields(error, self.attribution.fields(spans=True)) + b"\n\n"
-        return self._separated(told)
+        return b"\n\n" + told if self._began_event else told
 
     def _line(self, line: bytes, label: str, whole: bool) -> bytes:
         if not (line == b"\n" and self._after_return):  # which only ends the line before
@@ -162,9 +165,6 @@ class EventStream:
         self._told = True
         fields = self.attribution.fields(spans=True)
         return b'data: {"object":"weight_version","choices":[],' + fields + b"}\n\n"
-
-    def _separated(self, event: bytes) -> bytes:
-        return b"\n\n" + event if self._began_event else event
 
 
 class LineStream:
@@ -203,40 +203,40 @@ class LineStream:
 
 
 class JsonObject:
-    """One JSON object: fields are added before its last brace. Anything else is passed on as it is."""
+    """One JSON object: fields are added before its last brace, once it is whole. All else is passed on as it is.
+
+    An object that is cut short may end in a brace, too: nothing but reading it tells.
+    """
 
     changes = True
 
     def __init__(self, start: str) -> None:
         self.attribution = Attribution(start)
-        self._held = b""  # the last brace so far, and the white space behind it
-        self._first = b""
-        self._members = False
+        self._held = bytearray()
+        self._unread = False  # it is too long
 
     def feed(self, data: bytes, label: str) -> bytes:
-        """Take a piece; return all of it but for what may be the object's end."""
+        """Take a piece; return nothing until the end, unless it grows too long."""
         self.attribution.passed(label)
-        data = self._held + data
-        text = data.rstrip(_SPACE)
-        self._held = data[len(text) - 1 :] if text.endswith(b"}") else b""
-        out = data[: len(data) - len(self._held)]
-        seen = out.strip(_SPACE)
-        if seen and not self._first:
-            self._first, seen = seen[:1], seen[1:]
-        self._members = self._members or bool(seen.strip(_SPACE))
-        return out
+        self._held += data
+        self._unread = self._unread or len(self._held) > _MOST_OBJECT
+        return self._rest() if self._unread else b""
 
     def end(self) -> bytes:
-        """Return the end, with the fields."""
-        if self._first != b"{" or not self._held:
-            return self._held
-        comma = b"," if self._members else b""
-        return comma + self.attribution.fields(spans=False) + self._held
+        """Return the object, with the fields."""
+        rest = self._rest()
+        whole = not self._unread and _is_object(rest)
+        return _with_fields(rest, self.attribution.fields(spans=False)) if whole else rest
 
     def broken(self, error: bytes) -> bytes | None:
         """Half an object cannot be mended."""
         del error
         return None
+
+    def _rest(self) -> bytes:
+        rest = bytes(self._held)
+        self._held.clear()
+        return rest
 
 
 def _parsed(text: bytes) -> object:
@@ -244,6 +244,15 @@ def _parsed(text: bytes) -> object:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        text.decode()  # which msgspec does not, of a raw member
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _with_fields(text: bytes, fields: bytes) -> bytes:

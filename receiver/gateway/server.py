@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from deltastore.errors import DeltastoreError, UsageError
-from receiver.http_server import HttpServer
+from receiver.http_server import KEEP_ALIVE, HttpServer
 
 from .gate import Gate
 from .metrics import GatewayMetrics
@@ -138,7 +137,8 @@ class GatewayServer(HttpServer):
             except OSError:
                 await asyncio.sleep(_AGAIN_SECONDS)
                 continue
-            _keep_alive(writer.get_extra_info("socket"))
+            for option in KEEP_ALIVE:
+                writer.get_extra_info("socket").setsockopt(*option)
             self.gate.watching = True
             try:
                 with suppress(OSError):
@@ -242,14 +242,6 @@ async def _order(request: Request, kind: type[_T]) -> _T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise UsageError(f"That is no order: {error}.", hint='{"version": "STREAM/NUMBER"}.') from error
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Find within half a minute that the other host is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):  # not on every system
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _http_url(url: str, option: str) -> httpx.URL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ANY_VERSION", "RequestBody", "Wanted"]
 
+_SALT_BYTES: Final = 16
 _LABEL: Final = re.compile(r"(?:([!-~]{1,200})/)?(\d{1,15})")
 
 
@@ -83,14 +85,20 @@ class RequestBody:
         return None if value is None else _bound(name, value)
 
     def salt(self, label: str) -> None:
-        """Have the engine keep what it caches for this label apart, and apart from what the client keeps apart."""
+        """Have the engine keep what it caches for this label apart, and apart from what the client keeps apart.
+
+        The salt is a digest: vLLM takes 128 characters at most, and no ``/``, which is in every label.
+        """
         if self._members is None:
             return
         try:
-            salt = msgspec.json.decode(self._members.get("cache_salt", msgspec.Raw(b"null")), type=str | None)
-        except (msgspec.DecodeError, RecursionError):
+            own = msgspec.json.decode(self._members.get("cache_salt", msgspec.Raw(b"null")), type=str | None)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return  # the engine refuses it
-        self._members["cache_salt"] = msgspec.Raw(msgspec.json.encode(label if salt is None else f"{label}:{salt}"))
+        if own == "":
+            return  # this one too
+        salt = hashlib.blake2b(msgspec.json.encode([label, own]), digest_size=_SALT_BYTES).hexdigest()
+        self._members["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
         self._changed = True
 
     def encode(self) -> bytes:

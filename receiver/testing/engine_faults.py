@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EngineFault", "EngineFaultKind"]
+__all__ = ["AnswerFault", "AnswerFaultKind", "EngineFault", "EngineFaultKind"]
 
 
 class EngineFaultKind(enum.Enum):
@@ -25,6 +25,8 @@ class EngineFaultKind(enum.Enum):
     """It is done, and no answer comes."""
     BAD_REQUEST = "400"
     """It is refused, and nothing is done."""
+    TOO_MANY_REQUESTS = "429"
+    """It is refused for now, and nothing is done."""
     INTERNAL_ERROR = "500"
     """The server says that it failed, and nothing was done."""
     NOT_SUCCESS = "success-false"
@@ -49,4 +51,35 @@ class EngineFault:
 
     path: str
     kind: EngineFaultKind
+    hook: Callable[[], object] | None = None
+
+
+class AnswerFaultKind(enum.Enum):
+    """How an answer with status 200 fails: a stream after some of its events, any other in its middle."""
+
+    CLOSE = "close"
+    """The connection is closed without the answer's end."""
+    RESET = "reset"
+    """The connection breaks."""
+    DIE = "die"
+    """The engine dies."""
+    HANG = "hang"
+    """Nothing more comes."""
+    BROKEN = "broken"
+    """Half of an event is missing, and the stream goes on; or half of an object, but for its last brace."""
+    END_EARLY = "end-early"
+    """It ends in the middle, whole as far as HTTP can tell."""
+    ERROR_EVENT = "error-event"
+    """A stream's next event is an error, and its last but ``[DONE]``; other answers do not fail."""
+    PAUSE_HERE = "pause-here"
+    """All goes well, after ``hook``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFault:
+    """What goes wrong with the next answer to ``path``, after so many events; ``hook`` runs just before it does."""
+
+    path: str
+    kind: AnswerFaultKind
+    after: int = 0
     hook: Callable[[], object] | None = None

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
-from dataclasses import dataclass
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from receiver.testing.completions import Completions, number
+from receiver.testing.engine_calls import Answer, Call, wrong
 from receiver.testing.stand_in import LoadFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Sequence
 
-    from receiver.testing.stand_in import Request, StandIn, Token
+    from receiver.testing.stand_in import StandIn, Token
 
-__all__ = ["Answer", "Call", "Routes"]
+__all__ = ["Routes"]
 
 _FRESH: Final = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A request that was made of a server; ``query`` and ``body`` as they came, parsed."""
-
-    method: str
-    path: str
-    query: dict[str, str]
-    body: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a route answers: JSON, text, or events of a stream."""
-
-    content: object = None
-    status: int = 200
-    events: Iterator[object] | None = None
 
 
 class Routes:
@@ -49,9 +30,11 @@ class Routes:
         self._version = _FRESH
         self._label: str | None = None  # the extension's
         self._started_at = time.time()
-        self._ids = itertools.count()
+        completions = Completions(engine, kind, lambda: self._version)
         common: dict[tuple[str, str], Callable[[Call], Answer]] = {
-            ("POST", "/v1/completions"): self._completions,
+            ("POST", "/v1/completions"): completions.complete,
+            ("POST", "/v1/chat/completions"): completions.chat,
+            ("GET", "/health"): lambda _: Answer(""),
             ("GET", "/v1/models"): lambda _: Answer({"object": "list", "data": [{"id": "m", "object": "model"}]}),
             ("POST", "/update_weight_version"): self._update_weight_version,
         }
@@ -60,13 +43,16 @@ class Routes:
     def answer(self, call: Call) -> Answer:
         """Carry a call out. Raises ``Died``."""
         route = self._routes.get((call.method, call.path))
-        return route(call) if route is not None else Answer({"detail": "Not Found"}, status=404)
+        if route is not None:
+            return route(call)
+        if call.path in {path for _, path in self._routes}:
+            return Answer({"detail": "Method Not Allowed"}, status=405)
+        return Answer({"detail": "Not Found"}, status=404)
 
     # vLLM
 
     def _vllm(self) -> dict[tuple[str, str], Callable[[Call], Answer]]:
         return {
-            ("GET", "/health"): lambda _: Answer(""),
             ("GET", "/metrics"): self._metrics,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
@@ -88,7 +74,7 @@ class Routes:
     def _pause(self, call: Call) -> Answer:
         mode = call.query.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
-            return _wrong(f"Input should be 'abort', 'wait' or 'keep', not {mode!r}")
+            return wrong(f"Input should be 'abort', 'wait' or 'keep', not {mode!r}")
         self._engine.hold("none" if mode == "keep" else "old")
         if mode == "abort":
             self._engine.abort()
@@ -163,7 +149,7 @@ class Routes:
     def _pause_generation(self, call: Call) -> Answer:
         mode = call.body.get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
-            return _wrong(f"Invalid mode: {mode!r}.")
+            return wrong(f"Invalid mode: {mode!r}.")
         if mode == "abort":
             self._engine.hold("old")
             self._engine.abort()
@@ -197,63 +183,39 @@ class Routes:
     def _generate(self, call: Call) -> Answer:
         parameters: Any = call.body.get("sampling_params") or {}
         prompt: Any = call.body.get("input_ids") or []
-        request = self._engine.admit(prompt, parameters.get("max_new_tokens", 16))
+        most = parameters.get("max_new_tokens", 16)
+        if call.body.get("stream"):
+            return Answer(events=self._generated(prompt, most))
+        request, name = self._engine.admit(prompt, most), uuid.uuid4().hex
         made = [*self._engine.generate(request)]
-        logprobs = [[_number(token.logprob), token.token, None] for token in made]
+        return Answer(self._told(name, made, "abort" if request.aborted else "length"))
+
+    def _generated(self, prompt: Sequence[int], most: int) -> Generator[object, None, None]:
+        """Generate in pieces; each tells all that was made so far."""
+        request, name = self._engine.admit(prompt, most), uuid.uuid4().hex
+        made: list[Token] = []
+        for token in self._engine.generate(request):
+            made.append(token)
+            yield self._told(name, made, "length" if len(made) == request.most_tokens else None)
+        if request.aborted:
+            yield self._told(name, made, "abort")
+        yield "[DONE]"
+
+    def _told(self, name: str, made: Sequence[Token], reason: str | None) -> dict[str, object]:
         meta = {
-            "id": str(next(self._ids)),
-            "finish_reason": {"type": "abort" if request.aborted else "length"},
+            "id": name,
+            "finish_reason": {"type": reason} if reason is not None else None,
             "weight_version": self._version,
-            "output_token_logprobs": logprobs,
+            "completion_tokens": len(made),
+            "output_token_logprobs": [[number(token.logprob), token.token, None] for token in made],
         }
-        return Answer({"text": "", "output_ids": [token.token for token in made], "meta_info": meta})
+        return {"text": "", "output_ids": [token.token for token in made], "meta_info": meta}
 
     # Both
 
     def _update_weight_version(self, call: Call) -> Answer:
         self._version = str(call.body.get("new_version"))
         return Answer({"success": True, "new_version": self._version})
-
-    def _completions(self, call: Call) -> Answer:
-        asked, count = call.body.get("prompt"), call.body.get("max_tokens", 16)
-        if not isinstance(count, int) or not isinstance(asked, (list, str)):
-            return _wrong("prompt and max_tokens are of another type")
-        prompt = asked if isinstance(asked, list) else [*asked.encode()]
-        request = self._engine.admit(prompt, count)
-        if call.body.get("stream"):
-            return Answer(events=self._events(request))
-        made = [*self._engine.generate(request)]
-        if not all(math.isfinite(token.logprob) for token in made):
-            return _wrong("Out of range float values are not JSON compliant")
-        return Answer(self._completion(made, "abort" if request.aborted else "length"))
-
-    def _events(self, request: Request) -> Iterator[object]:
-        for token in self._engine.generate(request):
-            at_end = len(request.tokens) == request.most_tokens
-            yield self._completion([token], "length" if at_end else None)
-        if request.aborted:
-            yield self._completion([], "abort")
-        yield "[DONE]"
-
-    def _completion(self, made: list[Token], reason: str | None) -> dict[str, object]:
-        choice = {
-            "index": 0,
-            "text": "".join(f" t{token.token}" for token in made),
-            "logprobs": {"token_logprobs": [_number(token.logprob) for token in made]},
-            "finish_reason": reason,
-            "token_ids": [token.token for token in made],
-        }
-        number = next(self._ids)
-        return {"id": f"cmpl-{number}", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
-
-
-def _number(value: float) -> float | None:
-    """Give a number as these servers write it: what JSON has no word for is null."""
-    return value if math.isfinite(value) else None
-
-
-def _wrong(message: str) -> Answer:
-    return Answer({"error": {"message": message, "type": "Bad Request", "param": None, "code": 400}}, status=400)
 
 
 def _failed_rpc(message: str) -> Answer:

@@ -46,10 +46,14 @@ class Token:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence that is generated; ``kv`` stands for its keys and values, and is ``None`` when they are dropped."""
+    """One sequence that is generated; ``kv`` stands for its keys and values, and is ``None`` when they are dropped.
+
+    Requests with another ``salt`` share no cached prefix with it.
+    """
 
     prompt: tuple[int, ...]
     most_tokens: int
+    salt: str | None = None
     tokens: list[int] = field(default_factory=list)
     kv: bytes | None = None
     started: bool = False
@@ -105,7 +109,7 @@ class StandIn:
         self._tick = threading.Event()
         self._running: Running = "all"
         self._requests: list[Request] = []
-        self._prefixes: dict[tuple[int, ...], bytes] = {}
+        self._prefixes: dict[tuple[str | None, tuple[int, ...]], bytes] = {}
         self._sick = False
         self._doomed = False
         self._dead = False
@@ -135,9 +139,9 @@ class StandIn:
         request = self.admit(prompt, most_tokens)
         yield from self.generate(request)
 
-    def admit(self, prompt: Sequence[int], most_tokens: int) -> Request:
+    def admit(self, prompt: Sequence[int], most_tokens: int, *, salt: str | None = None) -> Request:
         """Take a request in; it runs as far as ``generate`` is read."""
-        request = Request(tuple(prompt), most_tokens)
+        request = Request(tuple(prompt), most_tokens, salt)
         with self._changed:
             self._requests.append(request)
         return request
@@ -156,9 +160,14 @@ class StandIn:
                 yield made
                 self._tick.wait(self._seconds_per_token)
         finally:
-            with self._changed:
+            self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """Give a request up, or note its end; leaving twice is no error."""
+        with self._changed:
+            if request in self._requests:
                 self._requests.remove(request)
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def hold(self, running: Running) -> None:
         """Say what may run from now on; when this returns no forward pass of anything else does."""
@@ -245,11 +254,11 @@ class StandIn:
         request.started = True
         weights = _digest(*self._weights)
         if request.kv is None:
-            request.kv = self._prefixes.get(request.prompt) if not request.tokens else None
+            request.kv = self._prefixes.get((request.salt, request.prompt)) if not request.tokens else None
             if request.kv is None:
                 request.kv = _prefill(weights, [*request.prompt, *request.tokens])
                 if not request.tokens:
-                    self._prefixes[request.prompt] = request.kv
+                    self._prefixes[request.salt, request.prompt] = request.kv
         made = self._sickened(_token(weights, request.kv))
         request.kv = _attend(weights, request.kv, made.token)
         request.tokens.append(made.token)

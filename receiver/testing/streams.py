@@ -60,8 +60,9 @@ class CompletionStream:
                 client.stream("POST", f"{self._url}/v1/completions", json=self._json) as answer,
             ):
                 for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        reason = self._take(json.loads(line.removeprefix("data: "))["choices"][0]) or reason
+                    told = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+                    for choice in told.get("choices") or ():  # neither an error nor the usage has one
+                        reason = self._take(choice) or reason
         except httpx.HTTPError:
             pass
         with self._changed:

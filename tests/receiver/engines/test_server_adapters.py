@@ -88,6 +88,8 @@ def test_any_fault_in_any_call_is_an_error_or_harmless_and_the_next_try_ends_wel
         server.add(EngineFault(path=path, kind=fault))
         trying = hasty if fault in HANGS else engine
         error = failure_of(activate, trying, checkpoints[checkpoint], version)
+        while fault in HANGS and server.remaining:  # on a busy machine another call may take too long as well
+            error = failure_of(activate, trying, checkpoints[checkpoint], version)
         assert server.remaining == 0, fault
         if error is not None:
             assert error.hint

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -182,11 +184,15 @@ def test_a_body_too_large_is_refused_and_one_in_pieces_too(engine, opened, clien
 
 @pytest.mark.parametrize("options", [{"salt": True}])
 def test_the_prefix_cache_is_salted_by_version(engine, opened, client, pool):
-    sent = pool.submit(post, client, {"prompt": "x", "cache_salt": "mine"})
-    call = engine.call()
-    assert json.loads(call.body) == {"prompt": "x", "cache_salt": "s/1:mine"}
-    call.answer(b"{}")
-    sent.result(SECONDS)
+    salts = []
+    for version in (1, 1, 2):
+        open_for(opened, f"s/{version}")
+        sent = pool.submit(post, client, {"prompt": "x", "cache_salt": "mine"})
+        call = engine.call()
+        salts.append(json.loads(call.body)["cache_salt"])
+        call.answer(b"{}")
+        sent.result(SECONDS)
+    assert salts[0] == salts[1] != salts[2]
     sent = pool.submit(post, client, path="/generate")
     call = engine.call()
     assert json.loads(call.body) == {"prompt": "x"}
@@ -414,22 +420,80 @@ def test_a_client_that_leaves_while_it_waits_never_reaches_the_engine(engine, ga
     training.until(lambda: metrics(gateway)["gateway_left_total"] == 1)
 
 
-def test_an_engine_that_breaks_off_ends_in_an_error_and_not_in_a_wait(engine, opened, client, pool):
-    answers = [pool.submit(stream, client, {"n": n}) for n in range(3)]
+def test_an_engine_that_breaks_off_ends_in_an_error_and_a_broken_connection_and_not_in_a_wait(
+    engine, opened, client, pool
+):
+    answers = [pool.submit(until_it_breaks, client, {"n": n}) for n in range(4)]
     calls = sorted((engine.call() for _ in answers), key=lambda call: json.loads(call.body)["n"])
     calls[0].begin("text/event-stream")
     calls[0].send(chunk("a"))
-    calls[1].begin("application/json")
-    calls[1].send(b'{"a": [1,')
+    calls[1].begin("application/x-ndjson")
+    calls[1].send(b'{"token": 1}\n{"tok')
+    calls[2].begin("application/json")
+    calls[2].send(b'{"a": [1,')
     for call in calls:
         call.die()
-    status, text = answers[0].result(SECONDS)
-    assert (status, last(text)["error"]["code"]) == (200, "engine_failed")
+    status, text, broke = answers[0].result(SECONDS)
+    assert (status, last(text)["error"]["code"], broke) == (200, "engine_failed", True)
     assert "[DONE]" not in text
-    with pytest.raises(httpx.RemoteProtocolError):
-        answers[1].result(SECONDS)
-    assert answers[2].result(SECONDS)[0] in (500, 502)
+    status, text, broke = answers[1].result(SECONDS)
+    assert (status, json.loads(text.splitlines()[-1])["error"]["code"], broke) == (200, "engine_failed", True)
+    assert answers[2].result(SECONDS) == (200, "", True)
+    status, text, broke = answers[3].result(SECONDS)
+    assert (status in (500, 502), broke) == (True, False)
     running(opened, 0)
+
+
+def until_it_breaks(client, body):
+    """Read an answer; returns the status, what came, and whether it broke off."""
+    text = ""
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        try:
+            for piece in answer.iter_text():
+                text += piece
+        except httpx.RemoteProtocolError:
+            return answer.status_code, text, True
+    return answer.status_code, text, False
+
+
+def test_what_an_engine_compresses_all_the_same_passes_as_it_is(engine, opened, client, pool):
+    sent = pool.submit(post, client)
+    data = gzip.compress(b'{"a": 1}')
+    engine.call().answer(data, content_encoding="gzip")
+    answer = sent.result(SECONDS)
+    assert (answer.json(), answer.headers["content-length"]) == ({"a": 1}, str(len(data)))
+    assert answer.headers["x-weight-version"] == "s/1"
+
+
+def test_what_a_client_takes_compressed_is_asked_for_only_where_nothing_is_added(engine, opened, client, pool):
+    for path, asked in (("/v1/chat/completions", "identity"), ("/v1/embeddings", "br;q=1, gzip")):
+        sent = pool.submit(client.post, path, json={}, headers={"Accept-Encoding": "br;q=1, gzip"})
+        call = engine.call()
+        assert call.headers["accept-encoding"] == asked
+        call.answer(b"{}")
+        sent.result(SECONDS)
+
+
+def timers(local, remote):
+    """Return the kernel's timer of each open connection from or to a port: 01 sends again, 02 keeps alive."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = [(int(row[1][-4:], 16), int(row[2][-4:], 16), row[5][:2]) for row in rows if row[3] == "01"]
+    return [timer for near, far, timer in ports if local in (None, near) and remote in (None, far)]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel's timers are shown there")
+def test_on_both_sides_of_a_request_the_kernel_asks_whether_the_host_is_still_there(
+    engine, opened, gateway, client, pool
+):
+    """Nothing may be said for as long as an engine thinks, and a host that is gone says nothing either."""
+    sent = pool.submit(post, client)
+    call = engine.call()
+    to_engine, to_client = httpx.URL(engine.url).port, httpx.URL(gateway.url).port
+    # One to the engine is only watched.
+    training.until(lambda: timers(None, to_engine) == ["02"] * 2)
+    training.until(lambda: timers(to_client, None) == ["02"])
+    call.answer(b"{}")
+    sent.result(SECONDS)
 
 
 # The engine's life, and the gateway's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -76,12 +77,83 @@ def test_a_stream_that_ends_no_choice_is_as_it_was_and_gets_one_event_at_its_end
     out = whole(EventStream(A), data, at)
     assert out.startswith(data)
     added = out[len(data) :]
-    if added.startswith(b"\n\n"):
-        added = added[2:]
-    assert added.startswith(b'data: {"object":"weight_version","choices":[],"weight_version_start":"s/1",')
-    assert added.endswith(b"}\n\n")
-    assert added.count(b"\n") == 2
+    if data and not data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").endswith(b"\n\n") and data.strip(b"\r\n"):
+        # It ends within an event.
+        assert added == b""
+    else:
+        assert added.startswith(b'data: {"object":"weight_version","choices":[],"weight_version_start":"s/1",')
+        assert added.endswith(b"}\n\n")
+        assert added.count(b"\n") == 2
     assert out == whole(EventStream(A), data)
+
+
+@pytest.mark.parametrize(
+    "rest", [b"data: ", b'data: {"choices": [{"ind', b'data: {"a": {}', b": pi", b"data: x\n", b"data: x\r"]
+)
+def test_half_an_event_stays_one(rest):
+    data = sse(chunk("a"), done=False) + rest
+    assert whole(EventStream(A), data) == data
+
+
+def test_the_last_event_may_want_its_end():
+    for last in (sse(chunk("", "stop"), done=False), sse(done=True)):
+        out = whole(EventStream(A), sse(chunk("a"), done=False) + last.strip())
+        assert out.count(b'"weight_version_spans":[{"version":"s/1","start":0,"end":1}]') == 1
+        assert out.endswith(last.strip()[-1:])
+
+
+# Any stream that a server may make
+
+texts = st.text(st.sampled_from('aé\u2028😀"}{\\\x85 '), max_size=4)
+spaces = st.sampled_from([{}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+
+
+@st.composite
+def chunks(draw):
+    """Draw the chunks of one answer: several choices that advance in any order; some have a reason at their end."""
+    choices = draw(st.integers(1, 3))
+    chat, usage = draw(st.booleans()), draw(st.booleans())
+    made = []
+    for index in draw(st.lists(st.integers(0, choices - 1), max_size=8)):
+        text = draw(texts)
+        said = {"delta": {"content": text}} if chat else {"text": text}
+        made.append({"id": "x", "choices": [{"index": index, **said, "finish_reason": None}]})
+    for index in draw(st.permutations(range(choices)))[: draw(st.integers(0, choices))]:
+        said = {"delta": {}} if chat else {"text": ""}
+        made.append({"id": "x", "choices": [{"index": index, **said, "finish_reason": "stop"}]})
+    if usage:
+        made.append({"id": "x", "choices": [], "usage": {"completion_tokens": draw(st.integers(0, 20))}})
+    return made
+
+
+@st.composite
+def streams(draw):
+    """Draw a whole stream's bytes, in any of the ways that server-sent events may be written in, and its chunks."""
+    end = draw(st.sampled_from(["\n", "\r\n", "\r"]))
+    told = draw(chunks())
+    out = "".join(draw(st.sampled_from(["", f": hello{end}{end}", f"retry: 5{end}{end}"])))
+    for one in told:
+        before = draw(st.sampled_from(["", "", f": keep-alive{end}{end}", f"id: 7{end}", f"event: message{end}"]))
+        colon = draw(st.sampled_from(["data: ", "data:", "data:  "]))
+        out += f"{before}{colon}{json.dumps(one, **draw(spaces))}{end}{end}"
+    if draw(st.booleans()):
+        out += f"data: [DONE]{end}{end}"
+    return out.encode(), told
+
+
+FIELDS = re.compile(rb',"weight_version_start":"s/1","weight_version_end":"s/1","weight_version_spans":\[[^]]*\]')
+OWN = re.compile(rb'data: \{"object":"weight_version","choices":\[\]' + FIELDS.pattern + rb"\}\n\n")
+
+
+@given(streams(), places)
+def test_any_stream_in_any_pieces_gets_the_same_fields_and_is_as_it_was_without_them(made, at):
+    data, told = made
+    out = whole(EventStream(A), data, at)
+    assert out == whole(EventStream(A), data)
+    assert FIELDS.sub(b"", OWN.sub(b"", out)) == data
+    ends = [one for one in told if not one["choices"] or one["choices"][0]["finish_reason"]]
+    assert len(OWN.findall(out)) == (not ends)
+    assert len(FIELDS.findall(out)) == max(1, len(ends))
 
 
 @given(places, st.sampled_from([b"\n", b"\r\n", b"\r"]))
@@ -137,6 +209,7 @@ CHUNKS = {
     "a thought": ({"choices": [{"delta": {"reasoning_content": "hm"}}]}, 1),
     "a total": (chunk("ab", usage={"completion_tokens": 4}), 4),
     "of SGLang": ({"text": "abcd", "meta_info": {"completion_tokens": 7, "finish_reason": None}}, 7),
+    "a total of another choice": ({"choices": [{"index": 1, "text": ""}], "usage": {"completion_tokens": 4}}, 4),
     "odd": ({"choices": ["x", {"index": "y", "text": "a"}], "usage": 3}, 1),
     "no choices": ({"choices": 7}, 0),
 }
@@ -193,12 +266,34 @@ def test_a_json_object_gets_the_fields_before_its_end(value, space, at):
 
 
 @given(
-    st.sampled_from([b"[{}]", b"7", b'"}"', b"", b"x{}", b"{", b"}", b" ", b'{"a": 1'])
+    st.sampled_from([b"[{}]", b"7", b'"}"', b"", b"x{}", b"{", b"}", b" ", b'{"a": 1', b"{} {}", b'{"a": NaN}'])
     | st.binary(max_size=30).filter(lambda data: data.strip()[:1] != b"{"),
     places,
 )
 def test_what_is_no_json_object_is_as_it_was(data, at):
     assert whole(JsonObject(A), data, at) == data
+
+
+@given(st.dictionaries(st.text(max_size=4), json_values, min_size=1, max_size=4), st.data(), places)
+def test_a_broken_object_is_as_it_was_although_it_begins_and_ends_as_one(value, draw, at):
+    text = json.dumps(value, ensure_ascii=False).encode()
+    start = draw.draw(st.integers(1, len(text) - 1))
+    data = text[:start] + text[draw.draw(st.integers(start, len(text) - 1)) :]
+    try:
+        json.loads(data)
+    except ValueError:
+        assert whole(JsonObject(A), data, at) == data
+    else:
+        assert json.loads(whole(JsonObject(A), data, at))["weight_version_start"] == A
+
+
+def test_an_object_too_long_to_be_held_is_passed_on(monkeypatch):
+    monkeypatch.setattr("receiver.gateway.rewrite._MOST_OBJECT", 100)
+    data = json.dumps({"a": "x" * 300}).encode()
+    writer = JsonObject(A)
+    assert writer.feed(data[:50], A) == b""
+    assert writer.feed(data[50:200], A) == data[:200]
+    assert writer.feed(data[200:], A) + writer.end() == data[200:]
 
 
 def test_an_object_made_over_an_update_says_both_versions():

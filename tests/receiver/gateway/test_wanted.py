@@ -89,11 +89,23 @@ def test_deep_nesting_is_the_engines_to_refuse():
     assert body.encode() == data
 
 
-@pytest.mark.parametrize(
-    ("given_salt", "salt"),
-    [({}, "s/1"), ({"cache_salt": None}, "s/1"), ({"cache_salt": "mine"}, "s/1:mine"), ({"cache_salt": 7}, 7)],
-)
-def test_the_salt_keeps_versions_apart_and_what_the_client_keeps_apart(given_salt, salt):
-    body = RequestBody(json.dumps({"prompt": "x", **given_salt}).encode())
-    body.salt("s/1")
-    assert json.loads(body.encode()) == {"prompt": "x", "cache_salt": salt}
+def salted(label, **given):
+    body = RequestBody(json.dumps({"prompt": "x", **given}).encode())
+    body.salt(label)
+    told = json.loads(body.encode())
+    assert told["prompt"] == "x"
+    return told["cache_salt"]
+
+
+def test_the_salt_keeps_versions_apart_and_what_the_client_keeps_apart():
+    labels, own = ("s/1", "s/2", "x" * 256), (None, "mine", "m" * 128, "1")
+    salts = [salted(label, cache_salt=salt) for label in labels for salt in own]
+    assert salted("s/1") == salts[0] == salted("s/1", cache_salt=None)
+    assert len(set(salts)) == len(salts)
+    # As vLLM takes it.
+    assert all(len(salt) <= 128 and set("@/\\\0").isdisjoint(salt) for salt in salts)
+
+
+@pytest.mark.parametrize("salt", [7, ""])
+def test_a_salt_that_the_engine_refuses_is_left_to_it(salt):
+    assert salted("s/1", cache_salt=salt) == salt

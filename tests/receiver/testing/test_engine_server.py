@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from training import until
 
-from receiver.testing.engine_faults import EngineFault, EngineFaultKind
+from receiver.testing.completions import chat_prompt
+from receiver.testing.engine_faults import AnswerFault, AnswerFaultKind, EngineFault, EngineFaultKind
 from receiver.testing.engine_server import EngineServer
 from receiver.testing.stand_in import StandIn, expected_tokens
 from receiver.testing.streams import CompletionStream, complete
@@ -163,17 +165,18 @@ def test_a_death_breaks_streams_and_a_restart_is_another_engine(server, client):
     assert client.get("/metrics").text != first
 
 
-BROKEN = (EngineFaultKind.RESET, EngineFaultKind.LOSE_ANSWER, EngineFaultKind.HANG, EngineFaultKind.HANG_AFTER)
+HANGS = (EngineFaultKind.HANG, EngineFaultKind.HANG_AFTER)
+BROKEN = (EngineFaultKind.RESET, EngineFaultKind.LOSE_ANSWER, *HANGS)
 
 
 @pytest.mark.parametrize("kind", [*EngineFaultKind])
 def test_each_fault_fails_one_call_in_its_way(server, client, kind):
     server.add(EngineFault(path="/pause", kind=kind))
     try:
-        answer = client.post("/pause", timeout=0.3)
+        answer = client.post("/pause", timeout=0.3 if kind in HANGS else 30)
     except httpx.TransportError:
         answer = None
-    assert server.remaining == 0
+    until(lambda: server.remaining == 0)
     assert (answer is None) == (kind in {*BROKEN, EngineFaultKind.DIE, EngineFaultKind.DIE_AFTER})
     done = kind in {
         EngineFaultKind.LOSE_ANSWER,
@@ -183,7 +186,7 @@ def test_each_fault_fails_one_call_in_its_way(server, client, kind):
         EngineFaultKind.PAUSE_HERE,
         EngineFaultKind.HALF_LOAD,
     }
-    assert (server.engine.running != "all") == done
+    until(lambda: (server.engine.running != "all") == done)
     assert server.engine.dead == (kind in {EngineFaultKind.DIE, EngineFaultKind.DIE_AFTER})
     assert [(call.method, call.path) for call in server.calls] == [("POST", "/pause")]
 
@@ -230,3 +233,116 @@ def test_as_a_process_it_says_where_it_is_and_dies_of_sigkill(checkpoints, tmp_p
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
         process.stderr.close()
+
+
+CHAT = [{"role": "user", "content": "x"}]
+
+
+def events(answer):
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_chat_is_answered_as_openais_clients_take_it(checkpoints, kind):
+    wanted = tokens(expected_tokens(checkpoints[0], chat_prompt(CHAT), 3))
+    text = "".join(f" t{token}" for token in wanted)
+    body = {"messages": CHAT, "max_completion_tokens": 3, "n": 2, "return_token_ids": True, "logprobs": True}
+    with (
+        EngineServer(checkpoints[0], kind=kind) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as client,
+    ):
+        whole = client.post("/v1/chat/completions", json=body).json()
+        assert whole["object"] == "chat.completion"
+        assert [choice["message"]["content"] for choice in whole["choices"]] == [text] * 2
+        prompt = len(chat_prompt(CHAT))
+        assert whole["usage"] == {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        streamed = client.post("/v1/chat/completions", json={**body, "stream": True, "stream_options": options})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    chunks = events(streamed)
+    assert len({chunk["id"] for chunk in chunks} - {whole["id"]}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    last = chunks.pop()
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        choices = [chunk["choices"][0] for chunk in own]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == text
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+        assert [token for choice in choices for token in choice.get("token_ids") or ()] == wanted
+        assert own[-1]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": "x"},
+        {"messages": [{"role": "user"}]},
+        {"messages": CHAT, "n": -1},
+        {"messages": CHAT, "stream_options": {"include_usage": True}},
+        {"messages": CHAT, "cache_salt": ""},
+        {"messages": CHAT, "cache_salt": "s/1"},
+        {"messages": CHAT, "cache_salt": "x" * 129},
+    ],
+)
+def test_what_vllm_refuses_is_refused(client, body):
+    answer = client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
+
+
+def test_a_salt_keeps_cached_prefixes_apart(server, client, checkpoints):
+    old, new = (tokens(expected_tokens(checkpoint, PROMPT, 8)) for checkpoint in checkpoints)
+
+    def ask(salt):
+        body = {"prompt": list(PROMPT), "max_tokens": 8, "return_token_ids": True, "cache_salt": salt}
+        return client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+
+    assert ask("a") == old
+    client.post("/pause", params={"clear_cache": "false"})
+    reload(client, checkpoints[1])
+    client.post("/resume")
+    assert ask("a") not in (old, new)
+    assert ask("b") == new
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [*AnswerFaultKind])
+def test_each_fault_of_an_answer_fails_one_in_its_middle(server, client, kind, stream):
+    met = threading.Event()
+    server.add(AnswerFault(path="/v1/completions", kind=kind, after=2, hook=met.set))
+    body = {"prompt": "x", "max_tokens": 4, "stream": stream}
+    data, error = b"", None
+    try:
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            for piece in answer.iter_raw():
+                data += piece
+                if kind is AnswerFaultKind.HANG:
+                    assert met.wait(30)
+                    break  # or else it would not end
+    except httpx.TransportError as caught:
+        error = caught
+    assert met.is_set()
+    breaks = {AnswerFaultKind.CLOSE, AnswerFaultKind.RESET, AnswerFaultKind.DIE}
+    assert (error is not None) == (kind in breaks)
+    well = {AnswerFaultKind.PAUSE_HERE} if stream else {AnswerFaultKind.PAUSE_HERE, AnswerFaultKind.ERROR_EVENT}
+    if stream:
+        assert (b'"length"' in data) == (kind in well | {AnswerFaultKind.BROKEN})
+        assert (b'"error"' in data) == (kind is AnswerFaultKind.ERROR_EVENT)
+        assert (b"[DONE]" in data) == (kind in well | {AnswerFaultKind.BROKEN, AnswerFaultKind.ERROR_EVENT})
+    elif kind in well:
+        assert json.loads(data)["usage"]["completion_tokens"] == 4
+    else:
+        with pytest.raises(ValueError, match=r"."):
+            json.loads(data)
+    assert server.engine.dead == (kind is AnswerFaultKind.DIE)
+    until(lambda: server.engine.requests == 0)
+
+
+def test_methods_and_paths_that_are_not_there(client):
+    assert client.head("/health").status_code == 405
+    assert client.get("/v1/completions").json() == {"detail": "Method Not Allowed"}
+    assert client.get("/nowhere").status_code == 404
