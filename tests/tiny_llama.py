@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCABULARY = 4096
+END = 2  # the token that ends an answer, and that the model never says by itself
 _HIDDEN = 256
 _LAYERS = 4
 _HEADS = 8
@@ -29,13 +30,13 @@ CONFIG = {
     "head_dim": _HIDDEN // _HEADS,
     "hidden_act": "silu",
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 16384,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": END,
 }
 
 
@@ -57,6 +58,7 @@ def random_state(seed: int) -> dict[str, torch.Tensor]:
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in linear.items()}
     state = {name: torch.randn(shape, generator=random) * shape[-1] ** -0.5 for name, shape in shapes.items()}
     state["model.embed_tokens.weight"] *= _HIDDEN**0.5
+    state["lm_head.weight"][END] = 0.0  # the likeliest of so many others is far above that
     norms = [f"model.layers.{layer}.{kind}" for layer in range(_LAYERS) for kind in _NORMS] + ["model.norm"]
     state |= {f"{name}.weight": torch.ones(_HIDDEN) for name in norms}
     return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}

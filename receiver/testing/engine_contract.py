@@ -17,7 +17,7 @@ Needs pytest, and nothing of this project's own tests.
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -233,6 +233,7 @@ class EngineContract:
         request = start_request()
         with ThreadPoolExecutor(1) as pool:
             pausing = pool.submit(engine.pause, "wait", timeout=_SECONDS)
+            assert not wait([pausing], timeout=0.2).done
             request.finish()
             pausing.result(timeout=_SECONDS)
         assert engine.info().paused

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["CompletionStream", "complete"]
 
@@ -28,16 +28,24 @@ class CompletionStream:
     """A greedy completion that is read by a thread of its own, token by token.
 
     ``tokens`` and ``logprobs`` grow meanwhile. ``finish_reason`` is the server's, or ``broken`` where the connection
-    broke before it gave one.
+    broke before it gave one. ``more`` goes into the request as it is.
     """
 
-    def __init__(self, url: str, prompt: Sequence[int], *, most_tokens: int, model: str = "m") -> None:
+    def __init__(
+        self,
+        url: str,
+        prompt: Sequence[int],
+        *,
+        most_tokens: int,
+        model: str = "m",
+        more: Mapping[str, object] | None = None,
+    ) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
         self._changed = threading.Condition()
         self._url = url
-        self._json = _body(prompt, most_tokens, model) | {"stream": True}
+        self._json = _body(prompt, most_tokens, model) | {"stream": True} | dict(more or {})
         self._thread = threading.Thread(target=self._read, name="completion", daemon=True)
         self._thread.start()
 

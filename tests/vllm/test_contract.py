@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from vllm_server import EXTENSION
+from vllm_server import EXTENSION, LastingStream
 
 from receiver.engines import make_engine
 from receiver.testing.engine_contract import EngineContract
-from receiver.testing.streams import CompletionStream
-
-TOKENS = 3000  # some seconds even on a machine that does nothing else
 
 
 @pytest.fixture(scope="module", params=["no", "yes"], ids=["stock", "extension"])
@@ -33,15 +30,6 @@ def start_over(server, checkpoint):
         client.post("/resume").raise_for_status()
 
 
-class Streamed(CompletionStream):
-    def __init__(self, url):
-        super().__init__(url, (5, 6, 7), most_tokens=TOKENS)
-        assert self.reach(1)
-
-    def finish(self):
-        """Do nothing: it has so many tokens."""
-
-
 class TestVllm(EngineContract):
     @pytest.fixture
     def engine(self, server, versions, extension):
@@ -55,5 +43,10 @@ class TestVllm(EngineContract):
         return versions[1:3]
 
     @pytest.fixture
-    def start_request(self, server):
-        return lambda: Streamed(server.url)
+    def start_request(self, server, tmp_path):
+        def start():
+            stream = LastingStream(server.url, (5, 6, 7), tmp_path)
+            assert stream.reach(1)
+            return stream
+
+        return start
