@@ -9,6 +9,8 @@ import re
 import httpx
 import pytest
 import training
+from tiny_llama import END
+from vllm_server import CONTEXT, Ending
 
 from receiver.engines import make_engine
 from receiver.engines.gated import GateClient, GatedEngine
@@ -89,14 +91,19 @@ def texts(told):
     return said
 
 
-def test_a_stream_kept_over_an_update_has_both_versions(gateway, engine, versions):
-    body = {"model": "m", "max_tokens": 1500, "ignore_eos": True, "stream": True, **PROMPTS["/v1/completions"]}
+def test_a_stream_kept_over_an_update_has_both_versions(gateway, engine, versions, tmp_path):
+    ending = Ending(tmp_path)
+    body = {"model": "m", "max_tokens": CONTEXT - 3, "ignore_eos": True, "stream": True, **PROMPTS["/v1/completions"]}
+    body |= {"vllm_xargs": ending.arguments, "stop_token_ids": [END]}
     body["return_token_ids"] = True  # several tokens may come in one chunk
     with httpx.stream("POST", f"{gateway.url}/v1/completions", json=body, trust_env=False, timeout=120) as answer:
         lines = answer.iter_lines()
         seen = [*itertools.islice(lines, 20)]
         update(engine, versions[1], "s/1", "keep")
+        seen += [*itertools.islice(lines, 20)]
+        ending.tell()
         seen += list(lines)
-    last = chunks("\n".join(seen))[-1]
-    assert [span["version"] for span in last["weight_version_spans"]] == ["s/0", "s/1"]
-    assert last["weight_version_spans"][-1]["end"] == 1500
+    told = chunks("\n\n".join(line for line in seen if line))
+    assert [span["version"] for span in told[-1]["weight_version_spans"]] == ["s/0", "s/1"]
+    tokens = [token for chunk in told for choice in chunk["choices"] for token in choice["token_ids"]]
+    assert told[-1]["weight_version_spans"][-1]["end"] == len(tokens)
