@@ -157,7 +157,8 @@ class Daemon:
         self._temporary.mkdir()
         self._command = [sys.executable, "-m", "receiver", "run", "--checkpoint", str(checkpoint), *options]
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(trust_env=False, timeout=30)
+        # A connection a request: one that is kept may be closed by the daemon, as idle, just when it is used.
+        self._http = httpx.Client(trust_env=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
         self._url: str | None = None
 
     def start(self) -> None:
