@@ -95,5 +95,5 @@ def rounds_fixture():
 
 @pytest.fixture
 def stride() -> int:
-    """How far to go from one instant to the next: every second one by default, each with DELTASTORE_THOROUGH=1."""
-    return rounds(2, 1)
+    """How far to go from one instant to the next: every third one by default, each with DELTASTORE_THOROUGH=1."""
+    return rounds(3, 1)

@@ -324,7 +324,7 @@ def test_power_lost_at_any_instant(
     durable = durability == "version"
     recorder = record(store, tmp_path / "recorded", durable=durable, first=first)
     draw, seen = random.Random(f"{durability} {first}"), set()
-    for number in range(rounds(100, 1500)):
+    for number in range(rounds(50, 1500)):
         root = tmp_path / f"after{number}"
         root.mkdir()
         recorder.lose(draw.choice(recorder.states), draw, root)

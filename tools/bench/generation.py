@@ -46,7 +46,8 @@ _COLUMNS = (
 )
 _WANTED = 0.9
 _TILE = 256 << 20
-_LEAST_WINDOW = 1.5
+#: Seconds that are looked at, at least.
+_WINDOW, _QUICK_WINDOW = 1.5, 0.3
 _LOOK_SECONDS = 0.1
 _POLITE = ("--nice", "19", "--io-priority", "idle")
 _ENGINES = {"small": ModelConfig(), "large": ModelConfig(hidden_size=1024, intermediate_size=3072)}
@@ -58,7 +59,7 @@ import numpy as np
 os.nice(19)
 one, other = np.full({_TILE}, 1, np.uint8), np.full({_TILE}, 2, np.uint8)
 for line in sys.stdin:
-    until = time.monotonic() + {_LEAST_WINDOW}
+    until = time.monotonic() + float(line)
     while time.monotonic() < until:
         STEP
     print("done", flush=True)
@@ -81,7 +82,7 @@ def run(settings: Settings) -> Report:
                 rows[-1] |= {"beside": " ".join(("receiver", *options))}
                 version += settings.rounds
             for shown, step in _CONTROLS.items():
-                with _busy(step) as work:
+                with _busy(step, _QUICK_WINDOW if settings.quick else _WINDOW) as work:
                     rows.append({**_measure(client, work, version, settings), "beside": shown})
             for row in rows[-2 - len(_CONTROLS) :]:
                 row |= {"engine_bytes": engine_bytes, "bytes": pair.nbytes}
@@ -93,13 +94,14 @@ def run(settings: Settings) -> Report:
 
 def _measure(client: Client, patch: Callable[[int], float], version: int, settings: Settings) -> Row:
     """Let windows with a patch and windows without follow each other."""
-    alone, meanwhile, took = [_alone(client, _LEAST_WINDOW)], [], []
+    window = _QUICK_WINDOW if settings.quick else _WINDOW
+    alone, meanwhile, took = [_alone(client, window)], [], []
     ratios = []
     for number in range(version + 1, version + settings.rounds + 1):
         start = time.monotonic()
         took.append(patch(number))
         meanwhile.append(client.rate(start, time.monotonic()))
-        alone.append(_alone(client, max(_LEAST_WINDOW, took[-1])))
+        alone.append(_alone(client, max(window, took[-1])))
         ratios.append(2 * meanwhile[-1] / (alone[-2] + alone[-1]))
     return {
         "alone": statistics.median(alone),
@@ -163,17 +165,17 @@ def _receiver(home: Path, options: Sequence[str]) -> Iterator[Callable[[int], fl
 
 
 @contextmanager
-def _busy(step: str) -> Iterator[Callable[[int], float]]:
-    """Start a process that repeats a step for a while when it is told to; yields what tells it, and returns seconds."""
+def _busy(step: str, seconds: float) -> Iterator[Callable[[int], float]]:
+    """Start a process that repeats a step for so long when it is told to; yields what tells it, and returns seconds."""
     command = [sys.executable, "-c", _BUSY.replace("STEP", step)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         said, heard = running.stdin, running.stdout
         assert said is not None
         assert heard is not None
 
-        def work(number: int) -> float:
+        def work(_number: int) -> float:
             start = time.monotonic()
-            said.write(f"{number}\n")
+            said.write(f"{seconds}\n")
             said.flush()
             heard.readline()
             return time.monotonic() - start

@@ -325,7 +325,7 @@ def test_each_fault_of_an_answer_fails_one_in_its_middle(server, client, kind, s
                     break  # or else it would not end
     except httpx.TransportError as caught:
         error = caught
-    assert met.is_set()
+    assert met.wait(30)
     breaks = {AnswerFaultKind.CLOSE, AnswerFaultKind.RESET, AnswerFaultKind.DIE}
     assert (error is not None) == (kind in breaks)
     well = {AnswerFaultKind.PAUSE_HERE} if stream else {AnswerFaultKind.PAUSE_HERE, AnswerFaultKind.ERROR_EVENT}
