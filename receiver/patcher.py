@@ -137,6 +137,7 @@ class Patcher(Rollback):
         directory is hashed and must be a version of the stream. Raises ``StreamMismatch``, ``BaseMismatch``,
         ``CorruptObject``.
         """
+        self._source = None  # what was adopted before may be gone
         live = self._slots.live()
         if live is not None:
             check_history(self._store, self._slots, live)
@@ -169,6 +170,8 @@ class Patcher(Rollback):
         live = self._slots.live()
         if live is not None:
             self._slots.check_other_files(live)  # they are carried on as they are
+        else:
+            self._source = None  # somebody took the link away, and the slot that it led to may be the spare one now
         source = self._source or self._first_source()
         if newest is not None:
             target = max(target, newest(), key=lambda manifest: manifest.version)  # hashing a base takes a while
