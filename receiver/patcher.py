@@ -146,7 +146,7 @@ class Patcher(Rollback):
             self._source = self._slots.source(live, workers=self._workers, progress=verifying)
             return live
         self._slots.forget()
-        if not self._slots.link.exists():
+        if not self._slots.link.exists() or self._slots.is_empty():
             return None
         if not self._slots.is_plain():
             # A link of somebody else's, or files that are links, as model caches make them: read, never written
@@ -154,6 +154,13 @@ class Patcher(Rollback):
             self._base = self._slots.link.resolve()
             return None
         source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
+        if others := source.checkpoint.left_behind():
+            # No version has them, and a slot is emptied sooner or later: they are not ours to delete.
+            _log.info(
+                "%s has files that no version carries on, such as %s: it stays beside.", self._slots.link, others[0]
+            )
+            self._base = self._slots.link
+            return None
         self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
         return self.adopt()
 

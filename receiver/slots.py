@@ -41,7 +41,7 @@ from deltastore.spool import disk_error
 
 from .lock import Lock
 from .other_files import damaged_files, recorded_files
-from .place import allocated_bytes, check_place, free_bytes, holders
+from .place import allocated_bytes, check_neighbours, check_place, free_bytes, holders
 from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
 from .scrub import SlotFiles, damaged_chunks
 
@@ -121,6 +121,7 @@ class Slots:
         self._make_directory()
         descriptor = self._lock.take()
         try:
+            check_neighbours(self.directory, self.link)
             if not self._any_place:
                 check_place(self.directory, locked=descriptor)
         except OSError as error:
@@ -455,6 +456,8 @@ class Slots:
         try:
             draft.unlink(missing_ok=True)
             draft.symlink_to(target)
+            if self.is_empty():
+                self.link.rmdir()
             if self.link.is_dir() and not self.link.is_symlink():
                 original = self.link.with_name(f"{self.link.name}.original")
                 if original.is_symlink():  # a swap that was killed before its exchange
@@ -494,6 +497,10 @@ class Slots:
                 key=str(self.link),
                 hint="Give it as --base instead, and a new path as --checkpoint.",
             ) from error
+
+    def is_empty(self) -> bool:
+        """Tell whether the path is a directory with nothing in it, as good as none; raises ``OSError``."""
+        return self.link.is_dir() and not self.link.is_symlink() and not any(self.link.iterdir())
 
     def is_plain(self) -> bool:
         """Tell whether the path is a directory of plain files, which can be adopted as it is."""
