@@ -194,7 +194,11 @@ class Patcher(Rollback):
         self._slots.swap(built.name)
         live = self._slots.live()
         if live is None or live.name != built.name:
-            raise CorruptObject(f"{self._slots.link} was changed by somebody else.", key=str(self._slots.link))
+            raise CorruptObject(
+                f"{self._slots.link} was changed by somebody else.",
+                key=str(self._slots.link),
+                hint="Have nothing but this receiver change it.",
+            )
         self._source = built.source
         way.spool.clear()
         swapped = time.perf_counter()
