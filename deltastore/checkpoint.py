@@ -145,6 +145,11 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
 
+    def left_behind(self) -> tuple[str, ...]:
+        """Return the names of the files that are neither weights of it nor ``other_files``, hidden ones left out."""
+        ours = {file.name for file in self.layout.files}.union(self.other_files)
+        return tuple(name for name, _ in _visible_files(self.directory) if name not in ours)
+
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a checkpoint directory; raises ``CheckpointError`` when it is missing, torn or not in the format."""
@@ -218,13 +223,19 @@ def _read_weight_file(root: Path, name: str) -> WeightFile:
         raise CheckpointError(str(error), key=str(path), hint="Save the checkpoint again.") from error
 
 
-def _other_files(root: Path, weights: set[str]) -> Iterator[str]:
-    """Yield the relative names of all files that are neither weights nor hidden, in ascending order."""
+def _visible_files(root: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
+        if not any(part.startswith(".") for part in name.split("/")) and path.is_file():
+            yield name, path
+
+
+def _other_files(root: Path, weights: set[str]) -> Iterator[str]:
+    """Yield the relative names of all files that are neither weights nor hidden, in ascending order."""
+    for name, path in _visible_files(root):
         if name in weights or path.suffix.lower() in _OTHER_WEIGHTS:  # an index may give weights any name
             continue
-        if is_safe_path(name) and path.is_file():
+        if is_safe_path(name):
             yield name
 
 

@@ -43,12 +43,14 @@ class DeltastoreError(Exception):
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
+    #: The hint where none is given: what helps against most errors of a kind.
+    advice: ClassVar[str | None] = None
 
     def __init__(self, message: str, *, key: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.key = key
-        self.hint = hint
+        self.hint = self.advice if hint is None else hint
 
     def __str__(self) -> str:
         return self.message
@@ -203,10 +205,13 @@ class CorruptObject(DeltastoreError):
 
     kind = "corrupt-object"
     exit_code = 3
+    advice = "`deltastore check STORE --read-data` names all that is damaged; restore it from a backup."
 
 
 class DamagedSlot(CorruptObject):
     """The receiver's live slot does not hold the bytes that were recorded whole: `receiver repair` mends it."""
+
+    advice = "Mend it with `receiver repair`."
 
 
 class UnsupportedFormat(DeltastoreError):
@@ -219,6 +224,7 @@ class CheckpointError(DeltastoreError):
     """A checkpoint directory cannot be used: missing, torn, unreadable, or not in the format."""
 
     kind = "checkpoint"
+    advice = "Give a whole checkpoint: its index and every file that this names. Copy or save it again if it is torn."
 
 
 class PublishError(DeltastoreError):

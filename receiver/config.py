@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from deltastore.errors import UsageError
+from deltastore.shown import unicode_text
 from deltastore.storage.options import secrets_of
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def effective(values: Mapping[str, Any]) -> str:
         elif isinstance(value, (tuple, list)):
             value = list(value)
         elif not isinstance(value, (bool, int, float)):
-            value = shown_url(str(value))
+            value = unicode_text(shown_url(str(value)))
         table[written] = value
     return msgspec.toml.encode(table).decode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ from .slots import Slots
 from .stopping import Overtaken, Stopped, Wakeups, wait_unless
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from deltastore.heartbeat import Heartbeat
     from deltastore.manifest import Manifest
     from deltastore.reader import Store
@@ -158,14 +161,17 @@ class Receiver:
 
     def pin(self, target: str) -> Control:
         """Follow another target from now on; see ``Orders.pin``."""
+        self._slots.check_held()
         return self._ordered(self._orders.pin(target))
 
     def pause_following(self) -> Control:
         """Stay at what is live; see ``Orders.pause_following``."""
+        self._slots.check_held()
         return self._ordered(self._orders.pause_following())
 
     def resume_following(self) -> Control:
         """Follow again; see ``Orders.resume_following``."""
+        self._slots.check_held()
         return self._ordered(self._orders.resume_following())
 
     def _ordered(self, control: Control) -> Control:
@@ -270,14 +276,21 @@ class Receiver:
             self._opening = False
 
     def _begin_or_mend(self, store: Store) -> None:
+        self._or_mend(store, lambda: self._begin(store))
+
+    def _or_mend(self, store: Store, take_over: Callable[[], object]) -> None:
         try:
-            self._begin(store)
+            take_over()
         except (DamagedSlot, SlotError) as error:
             if self._slots.live_name() is None:
                 raise
-            self._mending.mend(store, error, lambda: self._begin(store))
+            self._mending.mend(store, error, take_over)
 
     def _step_or_mend(self) -> None:
+        if self._slots.hold_on():
+            tell("lost", f"{self._slots.directory} was removed or replaced. It is begun anew.", level=logging.WARNING)
+            self._serving.doubt()
+            self._or_mend(self._store, self._adopt)
         try:
             self._step()
         except DamagedSlot as error:
@@ -319,11 +332,14 @@ class Receiver:
         self._status.stream_id = store.stream_id
         self._status.enter("starting")
         self._coordinated.begin(store, self._status.receiver_id or "")
+        self._adopt()
+        self._status.assumes(None)
+        self._status.succeeded()
+
+    def _adopt(self) -> None:
         live = self._priority.run(self._patcher.adopt, leave=self.stop)
         if live is not None:
             self._status.version = live.record.version
-        self._status.assumes(None)
-        self._status.succeeded()
 
     def _progress(self, what: str, done: int, total: int) -> None:
         self._status.progress(what, done, total)
@@ -335,6 +351,7 @@ class Receiver:
             raise Stopped
         if not self._mending.going_on and self._heeded is not None and self._orders.control is not self._heeded:
             raise Overtaken
+        self._slots.check_held()
 
     def _step(self) -> None:
         """One look at the store, and everything that follows from it.

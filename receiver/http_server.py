@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["KEEP_ALIVE", "HttpServer"]
 
 _BACKLOG: Final = 1024
+_PORT_DIGITS: Final = 5
 # A client that takes nothing for so long is cut off.
 _STALLED_MILLISECONDS: Final = 120_000
 #: Socket options, by which it is found within half a minute that the other host is gone.
@@ -46,7 +47,7 @@ class HttpServer:
     ) -> None:
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
-        if not host or not port.isdigit():
+        if not host or not (port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS):
             raise UsageError(f"{listen!r} is no address.", hint="Give HOST:PORT, such as 127.0.0.1:9310.")
         if host not in ("127.0.0.1", "::1", "localhost") and not token:
             raise UsageError(f"Listening on {host} needs a token.", hint=f"Set {token_name}, or listen on 127.0.0.1.")
@@ -79,8 +80,13 @@ class HttpServer:
     def _made(self) -> uvicorn.Server:
         import uvicorn  # noqa: PLC0415 - only a daemon serves
 
+        from .patience import Patient  # noqa: PLC0415
+
         config = uvicorn.Config(
             self._guarded(self._app()),
+            http=Patient,
+            ws="none",
+            log_config=None,  # it is said in the process's own log, in its format
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=2,

@@ -46,9 +46,14 @@ class Lock:
         self._path = path
         self._checkpoint = checkpoint
         self._descriptor: int | None = None
+        self._lost = False  # once seen it counts, until the lock was taken again
+        self.url: str | None = None
 
     def take(self) -> int:
-        """Hold it until ``release`` and return its descriptor; raises ``SlotError`` saying who holds it already."""
+        """Hold it until ``release`` and return its descriptor; raises ``SlotError`` saying who holds it already.
+
+        Where it was lost it is taken anew.
+        """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -69,11 +74,26 @@ class Lock:
                 key=str(self._path),
                 hint="Stop that one first, or give this one a checkpoint of its own.",
             ) from error
+        if self._descriptor is not None:  # of a file that is gone by now
+            os.close(self._descriptor)
         self._descriptor = descriptor
+        self._lost = False
         return descriptor
+
+    def lost(self) -> bool:
+        """Tell whether it is held on a file that was removed or replaced since: then another receiver can take it."""
+        if self._descriptor is not None and not self._lost:
+            try:
+                self._lost = not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+            except (FileNotFoundError, NotADirectoryError):
+                self._lost = True
+            except OSError as error:
+                raise disk_error(error, self._path) from error
+        return self._lost
 
     def announce(self, url: str | None) -> None:
         """Write down who holds it and where that one listens."""
+        self.url = url
         if self._descriptor is not None:
             owner = _Holder(pid=os.getpid(), host=socket.gethostname(), url=url, since=now())
             with suppress(OSError):  # for people only: a full disk must not keep a version from being served
@@ -82,6 +102,7 @@ class Lock:
 
     def release(self) -> None:
         """Let another receiver have it."""
+        self._lost = False
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -137,6 +137,7 @@ class Patcher(Rollback):
         directory is hashed and must be a version of the stream. Raises ``StreamMismatch``, ``BaseMismatch``,
         ``CorruptObject``.
         """
+        self._source = None  # what was adopted before may be gone
         live = self._slots.live()
         if live is not None:
             check_history(self._store, self._slots, live)
@@ -145,7 +146,7 @@ class Patcher(Rollback):
             self._source = self._slots.source(live, workers=self._workers, progress=verifying)
             return live
         self._slots.forget()
-        if not self._slots.link.exists():
+        if not self._slots.link.exists() or self._slots.is_empty():
             return None
         if not self._slots.is_plain():
             # A link of somebody else's, or files that are links, as model caches make them: read, never written
@@ -153,6 +154,13 @@ class Patcher(Rollback):
             self._base = self._slots.link.resolve()
             return None
         source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
+        if others := source.checkpoint.left_behind():
+            # No version has them, and a slot is emptied sooner or later: they are not ours to delete.
+            _log.info(
+                "%s has files that no version carries on, such as %s: it stays beside.", self._slots.link, others[0]
+            )
+            self._base = self._slots.link
+            return None
         self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
         return self.adopt()
 
@@ -169,6 +177,8 @@ class Patcher(Rollback):
         live = self._slots.live()
         if live is not None:
             self._slots.check_other_files(live)  # they are carried on as they are
+        else:
+            self._source = None  # somebody took the link away, and the slot that it led to may be the spare one now
         source = self._source or self._first_source()
         if newest is not None:
             target = max(target, newest(), key=lambda manifest: manifest.version)  # hashing a base takes a while
@@ -184,7 +194,11 @@ class Patcher(Rollback):
         self._slots.swap(built.name)
         live = self._slots.live()
         if live is None or live.name != built.name:
-            raise CorruptObject(f"{self._slots.link} was changed by somebody else.", key=str(self._slots.link))
+            raise CorruptObject(
+                f"{self._slots.link} was changed by somebody else.",
+                key=str(self._slots.link),
+                hint="Have nothing but this receiver change it.",
+            )
         self._source = built.source
         way.spool.clear()
         swapped = time.perf_counter()

@@ -16,7 +16,7 @@ from deltastore.errors import SlotError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Holder", "allocated_bytes", "check_place", "free_bytes", "holders"]
+__all__ = ["Holder", "allocated_bytes", "check_neighbours", "check_place", "free_bytes", "holders"]
 
 #: File systems whose locks, renames or page cache another host or process does not share with us: statfs's numbers.
 _REMOTE = {
@@ -88,6 +88,27 @@ def _problem(directory: Path, locked: int) -> str | None:
             raise
         return f"a link cannot be made and renamed there ({error.strerror})"
     return None
+
+
+def check_neighbours(directory: Path, link: Path) -> None:
+    """Raise ``SlotError`` where a link made in ``directory`` cannot be renamed to ``link``: found out before the work.
+
+    Raises ``OSError``, too.
+    """
+    mounted = link.is_mount() and not link.is_symlink()
+    problem = f"{link} is a mount point, which cannot become a link" if mounted else None
+    try:  # of nothing, to nothing: the kernel compares the file systems first
+        (directory / "probe.none").rename(link.parent / f"{directory.name}.none")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        problem = f"{directory} is on another file system than {link.parent}, where the link to a slot has to be"
+    if problem:
+        raise SlotError(
+            f"{problem}.", key=str(directory), hint="Give a --checkpoint below a directory of the disk with the room."
+        )
 
 
 # Room

@@ -313,7 +313,9 @@ class _Repair:
                             failed = failed[failed != place]
                     if len(wrong_chunks(span, out, failed, digests, self._hash)):
                         raise CorruptObject(
-                            f"{files.directory} goes on changing while it is mended.", key=str(files.directory)
+                            f"{files.directory} goes on changing while it is mended.",
+                            key=str(files.directory),
+                            hint="Stop what writes there, and look at the disk.",
                         )
                     writer.write(span, out)
                     if mending is not None:
@@ -403,7 +405,11 @@ class _Repair:
                 out = np.empty(span.nbytes, np.uint8)
                 read(span, out)
                 if len(wrong_chunks(span, out, numbers[:0], digests, self._hash)):
-                    raise CorruptObject(f"{start.checkpoint.directory} changed.", key=str(start.checkpoint.directory))
+                    raise CorruptObject(
+                        f"{start.checkpoint.directory} changed.",
+                        key=str(start.checkpoint.directory),
+                        hint="Stop what writes there, and look at the disk.",
+                    )
                 for place, number in enumerate(span.numbers.tolist()):
                     found[number] = out[span.starts[place] : span.stops[place]]
             return found

@@ -41,7 +41,7 @@ from deltastore.spool import disk_error
 
 from .lock import Lock
 from .other_files import damaged_files, recorded_files
-from .place import allocated_bytes, check_place, free_bytes, holders
+from .place import allocated_bytes, check_neighbours, check_place, free_bytes, holders
 from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
 from .scrub import SlotFiles, damaged_chunks
 
@@ -118,14 +118,10 @@ class Slots:
 
     def lock(self, *, url: str | None = None) -> None:
         """Become the one receiver of this checkpoint, until ``unlock``; raises ``SlotError`` saying who is."""
-        try:
-            if not self.directory.is_dir():
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._sync(self.directory.parent)
-        except OSError as error:
-            raise disk_error(error, self.directory) from error
+        self._make_directory()
         descriptor = self._lock.take()
         try:
+            check_neighbours(self.directory, self.link)
             if not self._any_place:
                 check_place(self.directory, locked=descriptor)
         except OSError as error:
@@ -136,6 +132,35 @@ class Slots:
             raise
         shutil.rmtree(self.directory / "mend", ignore_errors=True)  # of a repair that was cut off
         self.announce(url)
+
+    def _make_directory(self) -> None:
+        try:
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._sync(self.directory.parent)
+        except OSError as error:
+            raise disk_error(error, self.directory) from error
+
+    def hold_on(self) -> bool:
+        """Take the lock again if somebody removed or replaced the slots; tells whether that was so.
+
+        What is there is then to be adopted anew. Raises ``SlotError`` saying who is the one receiver now.
+        """
+        if not self._lock.lost():
+            return False
+        self._make_directory()
+        self._lock.take()
+        self.announce(self._lock.url)
+        return True
+
+    def check_held(self) -> None:
+        """Raise ``SlotError`` if somebody removed or replaced the slots, which are another receiver's by now, maybe."""
+        if self._lock.lost():
+            raise SlotError(
+                f"{self.directory} was removed or replaced while this receiver worked there.",
+                key=str(self.directory),
+                hint="It looks again by itself: what is there then is taken over, unless another receiver has it.",
+            )
 
     def announce(self, url: str | None) -> None:
         """Write into the lock file who holds it and where it listens."""
@@ -183,7 +208,16 @@ class Slots:
         except OSError:
             return None
         resolved = (self.link.parent / target).absolute()
-        return next((name for name in _NAMES if resolved == self.directory / name), None)
+        named = next((name for name in _NAMES if resolved == self.directory / name), None)
+        return named or next((name for name in _NAMES if self._is_reached(name)), None)
+
+    def _is_reached(self, name: str) -> bool:
+        """Tell whether the link leads to a slot by another spelling of its path, which somebody may have made."""
+        directory = self.directory / name
+        try:
+            return not directory.is_symlink() and self.link.samefile(directory)
+        except OSError:
+            return False
 
     def _read_record(self, name: str) -> SlotRecord:
         path = self.directory / f"{name}.json"
@@ -295,6 +329,7 @@ class Slots:
 
     def begin(self, goal: Goal) -> Begun:
         """Return the slot that is not live, with what an attempt at the same goal left in it, or else empty."""
+        self.check_held()
         name, directory = self._spare()
         if self._is_begun(name, goal):
             return Begun(name, directory, resumed=True)
@@ -349,6 +384,7 @@ class Slots:
 
         Files that a process still maps stay whole for it: they are unlinked.
         """
+        self.check_held()
         name, directory = self._spare()
         try:
             for kind in ("goal", "json", "digests"):
@@ -414,11 +450,14 @@ class Slots:
 
         One atomic rename of the link. A plain directory at the path moves to ``DIR.original``.
         """
+        self.check_held()
         draft = self.directory / "link"
         target = f"{self.directory.name}/{name}"
         try:
             draft.unlink(missing_ok=True)
             draft.symlink_to(target)
+            if self.is_empty():
+                self.link.rmdir()
             if self.link.is_dir() and not self.link.is_symlink():
                 original = self.link.with_name(f"{self.link.name}.original")
                 if original.is_symlink():  # a swap that was killed before its exchange
@@ -458,6 +497,10 @@ class Slots:
                 key=str(self.link),
                 hint="Give it as --base instead, and a new path as --checkpoint.",
             ) from error
+
+    def is_empty(self) -> bool:
+        """Tell whether the path is a directory with nothing in it, as good as none; raises ``OSError``."""
+        return self.link.is_dir() and not self.link.is_symlink() and not any(self.link.iterdir())
 
     def is_plain(self) -> bool:
         """Tell whether the path is a directory of plain files, which can be adopted as it is."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -22,6 +23,7 @@ from deltastore.clock import now, seconds_since
 from deltastore.errors import DeltastoreError, UsageError
 from deltastore.heartbeat import Heartbeat
 from deltastore.record import VersionNumber  # noqa: TC001 - msgspec looks it up
+from deltastore.shown import json_bytes
 
 from .follower import check_target
 from .http_server import HttpServer
@@ -43,6 +45,9 @@ __all__ = ["Status", "StatusServer"]
 
 #: What `POST /pin` takes: a few words, and no more.
 _MAX_BODY = 1024
+#: Seconds that it may take to arrive.
+_BODY_SECONDS = 30.0
+_CONNECTIONS = 256
 
 
 class Status:
@@ -347,13 +352,19 @@ class StatusServer(HttpServer):
     """Serves a ``Status`` over HTTP from a thread of its own, and passes on what operators tell a receiver."""
 
     def __init__(self, status: Status, listen: str, *, token: str | None, receiver: Controlled) -> None:
-        super().__init__(listen, token=token, token_name="RECEIVER_TOKEN", name="status")  # noqa: S106 - a name
+        super().__init__(
+            listen,
+            token=token,
+            token_name="RECEIVER_TOKEN",  # noqa: S106 - a name
+            name="status",
+            most_connections=_CONNECTIONS,
+        )
         self._status = status
         self._receiver = receiver
 
     def _app(self) -> ASGIApp:
         from starlette.applications import Starlette  # noqa: PLC0415 - only a daemon serves
-        from starlette.responses import JSONResponse, PlainTextResponse  # noqa: PLC0415
+        from starlette.responses import PlainTextResponse, Response  # noqa: PLC0415
         from starlette.routing import Route  # noqa: PLC0415
 
         def page(path: str, answer: Callable[[], Response]) -> Route:
@@ -362,13 +373,17 @@ class StatusServer(HttpServer):
 
             return Route(path, endpoint)
 
+        def json(value: object, code: int = 200) -> Response:
+            return Response(json_bytes(value), code, media_type="application/json")
+
         def ready() -> Response:
-            return JSONResponse({"ready": self._status.ready}, status_code=200 if self._status.ready else 503)
+            serves = self._status.ready
+            return json({"ready": serves}, 200 if serves else 503)
 
         def order(path: str, obey: Callable[[bytes], dict[str, Any]]) -> Route:
             async def endpoint(request: Request) -> Response:
                 code, answer = await _obey(request, obey)
-                return JSONResponse(answer, status_code=code)
+                return json(answer, code)
 
             return Route(path, endpoint, methods=["POST"])
 
@@ -380,7 +395,7 @@ class StatusServer(HttpServer):
             routes=[
                 page("/healthz", lambda: PlainTextResponse("ok\n")),
                 page("/readyz", ready),
-                page("/status", lambda: JSONResponse(self._status.record())),
+                page("/status", lambda: json(self._status.record())),
                 page("/metrics", lambda: PlainTextResponse(self._status.metrics())),
                 order("/wake", wake),
                 order("/pin", lambda body: _told(self._receiver.pin(_pin_target(body)))),
@@ -390,17 +405,29 @@ class StatusServer(HttpServer):
         )
 
 
-async def _obey(request: Request, obey: Callable[[bytes], dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """Carry out an order in a thread of its own, for it may wait for a disk."""
-    from starlette.concurrency import run_in_threadpool  # noqa: PLC0415 - only a daemon serves
-
-    if "origin" in request.headers:  # a browser's: a page from anywhere must not steer the receiver of this host
-        return 403, {"error": {"kind": "usage", "message": "Web pages give no orders.", "hint": None}}
+async def _body(request: Request) -> bytes:
+    """Return a request's body, or more of it than is taken."""
     body = b""
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY:
-            return 413, {"error": {"kind": "usage", "message": "That is too long.", "hint": None}}
+            break
+    return body
+
+
+async def _obey(request: Request, obey: Callable[[bytes], dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Carry out an order in a thread of its own, for it may wait for a disk."""
+    from starlette.concurrency import run_in_threadpool  # noqa: PLC0415 - only a daemon serves
+    from starlette.requests import ClientDisconnect  # noqa: PLC0415
+
+    if "origin" in request.headers:  # a browser's: a page from anywhere must not steer the receiver of this host
+        return 403, {"error": {"kind": "usage", "message": "Web pages give no orders.", "hint": None}}
+    try:
+        body = await asyncio.wait_for(_body(request), _BODY_SECONDS)
+    except (asyncio.TimeoutError, ClientDisconnect):
+        return 408, {"error": {"kind": "usage", "message": "That did not arrive.", "hint": None}}
+    if len(body) > _MAX_BODY:
+        return 413, {"error": {"kind": "usage", "message": "That is too long.", "hint": None}}
     try:
         return 200, await run_in_threadpool(obey, body)
     except DeltastoreError as error:

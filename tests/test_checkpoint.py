@@ -63,6 +63,7 @@ def refused(root: Path, *words: str) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(root)
     assert caught.value.key
+    assert caught.value.hint
     for word in words:
         assert word in str(caught.value), str(caught.value)
     return caught.value

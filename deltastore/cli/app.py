@@ -9,6 +9,7 @@ import sys
 import traceback
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +29,7 @@ __all__ = [
     "debug_option",
     "emit",
     "json_option",
+    "local_path",
     "parse_size",
     "progress_bar",
     "run",
@@ -138,6 +140,13 @@ def parse_size(_context: click.Context, _parameter: click.Parameter, value: str 
     return number
 
 
+def local_path(text: str) -> Path:
+    """Read a path as people type it: an empty one, of a variable that is not set, is not the current directory."""
+    if not text or "\0" in text:
+        raise click.BadParameter(f"{text!r} is no path.")
+    return Path(text)
+
+
 def key_value_option(*names: str, help: str) -> Callable[[Any], Any]:  # noqa: A002 - click's word
     """Return a repeatable ``KEY=VALUE`` option."""
     return click.option(*names, multiple=True, metavar="KEY=VALUE", callback=_pairs, help=help)
@@ -199,7 +208,9 @@ def emit(value: object) -> None:
     """Print a value as JSON on standard output."""
     import msgspec  # noqa: PLC0415 - only where JSON is asked for
 
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2)
+    from deltastore.shown import json_bytes  # noqa: PLC0415
+
+    text = msgspec.json.format(json_bytes(value), indent=2)
     click.echo(text.decode())
 
 

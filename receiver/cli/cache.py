@@ -6,13 +6,16 @@ import logging
 import os
 import resource
 import signal
-from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import click
 
-from deltastore.cli.app import cache_size_option, debug_option, storage_options
+from deltastore.cli.app import cache_size_option, debug_option, local_path, storage_options
 from deltastore.errors import DeltastoreError, StorageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["command"]
 
@@ -21,7 +24,7 @@ _INTERRUPTED = 130
 
 @click.command("cache")
 @click.option("--store", required=True, metavar="URL", help="The store whose parts are served.")
-@click.option("--cache", required=True, metavar="DIR", type=Path, help="The directory that keeps them.")
+@click.option("--cache", required=True, metavar="DIR", type=local_path, help="The directory that keeps them.")
 @cache_size_option
 @click.option(
     "--listen", default="127.0.0.1:9320", show_default=True, metavar="HOST:PORT", help="Where receivers reach it."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ from deltastore.cli.app import (
     cache_options,
     debug_option,
     key_value_option,
+    local_path,
     size_option,
     storage_options,
     trusted_keys_option,
@@ -19,6 +19,7 @@ from deltastore.cli.app import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from receiver.daemon import Receiver
     from receiver.status import Status
@@ -98,7 +99,7 @@ _ACTIVATION = (
     click.option(
         "--probe-expect",
         metavar="FILE",
-        type=Path,
+        type=local_path,
         help="The log-probabilities that versions' probes must give, as JSON.",
     ),
     click.option("--self-test", is_flag=True, help="First have the engine reload the live version, and compare."),
@@ -109,7 +110,7 @@ _SHARED = (
     click.option(
         "--config",
         metavar="FILE",
-        type=Path,
+        type=local_path,
         envvar="RECEIVER_CONFIG",
         is_eager=True,
         expose_value=False,
@@ -118,8 +119,10 @@ _SHARED = (
     ),
     click.option("--print-config", is_flag=True, help="Print the settings in effect as TOML, and exit."),
     click.option("--store", required=True, metavar="URL", help="The store to follow."),
-    click.option("--checkpoint", required=True, metavar="DIR", type=Path, help="The local checkpoint; becomes a link."),
-    click.option("--base", metavar="DIR", type=Path, help="A checkpoint of the stream to start from."),
+    click.option(
+        "--checkpoint", required=True, metavar="DIR", type=local_path, help="The local checkpoint; becomes a link."
+    ),
+    click.option("--base", metavar="DIR", type=local_path, help="A checkpoint of the stream to start from."),
     click.option("--target", default="latest", show_default=True, metavar="VERSION", help="The wanted version."),
     click.option(
         "--engine",

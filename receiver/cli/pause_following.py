@@ -6,7 +6,7 @@ import click
 
 from deltastore.cli.app import debug_option, json_option
 
-from .asking import ask, show_control, url_option
+from .asking import order, url_option
 
 __all__ = ["command"]
 
@@ -17,4 +17,4 @@ __all__ = ["command"]
 @debug_option
 def command(url: str, as_json: bool) -> None:
     """Have a running receiver stay at what is live, also after it was restarted."""
-    show_control(ask(url, "POST", "/pause-following"), as_json=as_json)
+    order(url, "/pause-following", as_json=as_json)

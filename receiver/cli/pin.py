@@ -6,7 +6,7 @@ import click
 
 from deltastore.cli.app import debug_option, json_option
 
-from .asking import ask, show_control, url_option
+from .asking import order, url_option
 
 __all__ = ["command"]
 
@@ -21,4 +21,4 @@ def command(version: str, url: str, as_json: bool) -> None:
 
     It takes the place of --target; pinning what --target says takes the pin away.
     """
-    show_control(ask(url, "POST", "/pin", {"version": version}), as_json=as_json)
+    order(url, "/pin", {"version": version}, as_json=as_json)

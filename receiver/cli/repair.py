@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +13,7 @@ from deltastore.cli.app import (
     debug_option,
     emit,
     json_option,
+    local_path,
     progress_bar,
     size_option,
     storage_options,
@@ -21,13 +22,18 @@ from deltastore.cli.app import (
 
 from .options import place_options
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 __all__ = ["command"]
 
 
 @click.command("repair")
-@click.option("--checkpoint", required=True, metavar="DIR", type=Path, help="The receiver's checkpoint.")
+@click.option("--checkpoint", required=True, metavar="DIR", type=local_path, help="The receiver's checkpoint.")
 @click.option("--store", required=True, metavar="URL", help="The store that it follows.")
-@click.option("--base", metavar="DIR", type=Path, help="A checkpoint of the stream, where the store has no anchor.")
+@click.option(
+    "--base", metavar="DIR", type=local_path, help="A checkpoint of the stream, where the store has no anchor."
+)
 @click.option("--workers", type=click.IntRange(1, 256), help="Threads (default: one a core).")
 @bandwidth_option
 @size_option("--memory-budget", help="Take at most so much memory, all included (default: no bound).")

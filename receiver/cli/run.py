@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
-import threading
-from queue import SimpleQueue
 from typing import Any
 
 import click
@@ -15,12 +12,13 @@ import click
 from deltastore.cli.app import parse_size
 
 from .options import make_receiver, receiver_options, show_settings, with_environment
+from .signals import INTERRUPTED, ended_by_signals
 
 __all__ = ["command"]
 
-_INTERRUPTED = 130
-#: A request that hangs, or a disk, has so many seconds to let go after a signal.
-_GRACE_SECONDS = 7.0
+
+def _code(seen: list[int]) -> int:
+    return INTERRUPTED if signal.SIGINT in seen else 0
 
 
 def _finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
@@ -113,32 +111,10 @@ def command(print_config: bool, **values: Any) -> int:
 
     listen, every = values.pop("listen"), values.pop("heartbeat_every")
     receiver, status = make_receiver(**{**values, "heartbeat": every if values["heartbeat"] else None})
-    seen: list[int] = []
-    asked: SimpleQueue[None] = SimpleQueue()  # an Event's lock would not bear a signal's handler
-    ended = threading.Event()
-
-    def stop(number: int, _frame: object) -> None:
-        seen.append(number)
-        receiver.stop()
-        asked.put(None)
-
-    def code() -> int:
-        return _INTERRUPTED if signal.SIGINT in seen else 0
-
-    def see_to_the_end() -> None:
-        """End the process if it does not end by itself: the live slot bears that at any instant, an engine does not."""
-        asked.get()
-        if not ended.wait(_GRACE_SECONDS):
-            receiver.hold_activations()
-            tell("abandoned", "Stopped; something that hangs was not waited for.", level=logging.WARNING)
-            logging.shutdown()
-            os._exit(code())
-
-    threading.Thread(target=see_to_the_end, name="end", daemon=True).start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    with StatusServer(status, listen, token=os.environ.get("RECEIVER_TOKEN"), receiver=receiver) as server:
+    with (
+        ended_by_signals(receiver, _code) as seen,
+        StatusServer(status, listen, token=os.environ.get("RECEIVER_TOKEN"), receiver=receiver) as server,
+    ):
         tell("listening", f"Listening on {server.url}.", url=server.url)
         receiver.run(url=server.url)
-    ended.set()
-    return code()
+    return _code(seen)

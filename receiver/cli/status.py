@@ -22,7 +22,7 @@ _SHOWN = (
 @debug_option
 def command(url: str, as_json: bool) -> None:
     """Ask a running receiver how it is; exits with 1 when it is not ready."""
-    record = ask(url, "GET", "/status")
+    record = ask(url, "GET", "/status", fields=(*_SHOWN, "stages", "error"))
     if as_json:
         emit(record)
     else:

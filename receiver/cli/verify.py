@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from deltastore.cli.app import debug_option, emit, json_option, progress_bar
+from deltastore.cli.app import debug_option, emit, json_option, local_path, progress_bar
 from deltastore.errors import CorruptObject, SlotError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["command"]
 
 
 @click.command("verify")
-@click.option("--checkpoint", required=True, metavar="DIR", type=Path, help="The receiver's checkpoint.")
+@click.option("--checkpoint", required=True, metavar="DIR", type=local_path, help="The receiver's checkpoint.")
 @click.option("--workers", type=click.IntRange(1, 256), help="Threads (default: one a core).")
 @json_option
 @debug_option

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -170,3 +172,21 @@ def test_passwords_in_urls_are_not_shown():
     assert shown_url("s3://key:secret@bucket/x") == "s3://***@bucket/x"
     assert shown_url("abfs://box@account.dfs.core.windows.net/x") == "abfs://box@account.dfs.core.windows.net/x"
     assert "secret" not in effective({"store": "s3://key:secret@bucket/x", "storage_options": {"api_key": "secret"}})
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "base", "probe-expect", "config"])
+def test_an_empty_path_is_no_current_directory_and_a_zero_byte_is_in_none(name, written):
+    others = () if name == "checkpoint" else ("--checkpoint", "m")
+    outcome = CliRunner().invoke(run.command, ["--store", "s", *others, f"--{name}", "", "--print-config"])
+    assert outcome.exit_code == 2
+    assert "is no path" in outcome.output
+    if name != "config":
+        path = written(f'store = "s"\n{name} = "a\\u0000b"\n')
+        outcome = CliRunner().invoke(run.command, ["--config", str(path), *others, "--print-config"])
+        assert outcome.exit_code == 2
+        assert "is no path" in outcome.output
+
+
+def test_a_path_that_is_no_unicode_is_shown():
+    outcome = printed("--store", "s", "--checkpoint", os.fsdecode(b"/models/\xff"))
+    assert outcome["checkpoint"] == "/models/?"

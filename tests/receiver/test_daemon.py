@@ -552,7 +552,15 @@ def test_the_daemon_over_http(run, started, commands):
 
 def test_an_address_that_is_not_loopback_needs_a_token(run, started, commands):
     words = ["receiver", "run", "--store", run.url, "--checkpoint", run.live, "--listen"]
-    for address in ("0.0.0.0:0", "[::]:0", "nonsense", "127.0.0.1:99999", ":80"):
+    for address in (
+        "0.0.0.0:0",
+        "[::]:0",
+        "nonsense",
+        "127.0.0.1:99999",
+        "127.0.0.1:²",
+        "127.0.0.1:" + "9" * 5000,
+        ":80",
+    ):
         ended = commands.run(*words, address)
         assert ended.code == 2, (address, ended)
         assert "Try:" in ended.err

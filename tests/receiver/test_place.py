@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +222,59 @@ def test_a_model_cache_is_read_and_never_written_through(store: Store, tmp_path:
         assert not any(path.is_symlink() for path in slots.live().directory.rglob("*"))
     assert training.tree(repository) == before
     assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "lora/adapter.safetensors", "pytorch_model.bin", "a*b"])
+def test_an_adopted_directory_with_files_that_no_version_has_stays_beside(
+    name: str, store: Store, tmp_path: Path
+) -> None:
+    live = training.save(tmp_path / "live", SNAPSHOTS[1])
+    (live / name).parent.mkdir(exist_ok=True)
+    (live / name).write_bytes(b"somebody's")
+    before = training.tree(live)
+    slots = Slots(live)
+    patcher = Patcher(store, slots, workers=1)
+    assert patcher.adopt() is None
+    assert training.tree(live) == before
+    for version in (2, 3, 1):
+        patcher.move_to(store.manifest(version))
+        training.assert_holds(live, SNAPSHOTS[version])
+    assert training.tree(tmp_path / "live.original") == before
+
+
+def test_an_empty_directory_is_as_good_as_none(store: Store, tmp_path: Path) -> None:
+    live = tmp_path / "live"
+    live.mkdir()
+    slots = Slots(live)
+    slots.lock()
+    patcher = Patcher(store, slots, workers=1)
+    assert patcher.adopt() is None
+    patcher.move_to(store.manifest(2))
+    slots.unlock()
+    training.assert_holds(live, SNAPSHOTS[2])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("live")) == ["live", "live.slots"]
+
+
+def test_slots_on_another_file_system_than_the_link_are_refused_before_the_work(tmp_path: Path) -> None:
+    other = Path("/dev/shm")  # noqa: S108 - another file system
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system here")
+    with tempfile.TemporaryDirectory(dir=other) as elsewhere:
+        (tmp_path / "model.slots").symlink_to(elsewhere)
+        slots = Slots(tmp_path / "model")
+        for any_place in (False, True):
+            slots = Slots(tmp_path / "model", any_place=any_place)
+            for _ in range(2):  # the lock is given back
+                with pytest.raises(SlotError, match="another file system") as caught:
+                    slots.lock()
+            assert "--checkpoint" in (caught.value.hint or "")
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "model")
+    with pytest.raises(SlotError, match="mount point"):
+        Slots(tmp_path / "model").lock()
 
 
 def test_another_model_in_the_bases_place_is_refused_by_name(store: Store, tmp_path: Path) -> None:

@@ -212,6 +212,29 @@ def test_a_link_that_leads_to_nothing_of_ours_is_not_ours(slots: Slots, tmp_path
     assert not slots.is_plain()
 
 
+@pytest.mark.parametrize("spelling", ["absolute", "over a link", "dots"])
+def test_a_live_slot_is_never_the_spare_one_however_its_path_is_spelled(
+    spelling: str, slots: Slots, store: Store, tmp_path: Path
+) -> None:
+    (tmp_path / "way").symlink_to(tmp_path)
+    ways = {
+        "absolute": slots.directory / "b",
+        "over a link": tmp_path / "way" / slots.directory.name / "b",
+        "dots": f"{slots.directory.name}/../{slots.directory.name}/b",
+    }
+    slots.link.unlink()
+    slots.link.symlink_to(ways[spelling])
+    live = slots.live()
+    assert live is not None
+    assert (live.name, live.record.version) == ("b", 1)
+    patcher = Patcher(store, slots, workers=1)
+    assert patcher.adopt() == live
+    assert slots.prepare()[0] == "a"
+    training.assert_holds(slots.link, SNAPSHOTS[1])
+    assert patcher.move_to(store.manifest(0)).start == 1
+    assert slots.link.readlink().as_posix() == "model.slots/a"
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone", "header"])
 def test_a_live_slot_that_cannot_be_opened_is_damage_with_a_way_out(damage: str, slots: Slots) -> None:
     live = slots.live()
