@@ -1,4 +1,4 @@
-"""What the file system below a checkpoint is like: whether it keeps the promises that slots need, and its room."""
+"""What the file system below a checkpoint is like: whether it keeps the promises that slots need."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import errno
 import fcntl
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deltastore.errors import SlotError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["Holder", "allocated_bytes", "check_neighbours", "check_place", "free_bytes", "holders"]
+__all__ = ["check_neighbours", "check_place"]
 
 #: File systems whose locks, renames or page cache another host or process does not share with us: statfs's numbers.
 _REMOTE = {
@@ -109,53 +104,3 @@ def check_neighbours(directory: Path, link: Path) -> None:
         raise SlotError(
             f"{problem}.", key=str(directory), hint="Give a --checkpoint below a directory of the disk with the room."
         )
-
-
-# Room
-
-
-def free_bytes(directory: Path) -> int:
-    """Return how many bytes may still be written; raises ``OSError``."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
-def _plain_files(directory: Path) -> Iterable[os.stat_result]:
-    if directory.is_symlink():
-        return
-    for path in directory.rglob("*"):
-        with suppress(OSError):
-            status = path.lstat()
-            if status.st_nlink == 1 and not path.is_dir():
-                yield status
-
-
-def allocated_bytes(directory: Path) -> int:
-    """Return how many bytes of disk the files below a directory take that have no other name."""
-    return sum(status.st_blocks * 512 for status in _plain_files(directory))
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A process that maps files, and how many bytes of disk these keep taken even when they are unlinked."""
-
-    pid: int
-    name: str
-    nbytes: int
-
-
-def holders(directory: Path) -> list[Holder]:
-    """Return who maps files below a directory, as far as /proc shows it: other users' processes may be hidden."""
-    sizes = {status.st_ino: status.st_blocks * 512 for status in _plain_files(directory)}
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or not sizes:
-            continue
-        with suppress(OSError, ValueError):
-            # address, permissions, offset, device, inode, path. The device is left out: btrfs shows another one here.
-            lines = (entry / "maps").read_text(errors="replace").splitlines()
-            inodes = {int(fields[4]) for line in lines if len(fields := line.split(None, 5)) == 6}
-            if mapped := inodes & sizes.keys():
-                name = (entry / "comm").read_text(errors="replace").strip()
-                found.append(Holder(int(entry.name), name, sum(sizes[inode] for inode in mapped)))
-    return found

@@ -40,7 +40,7 @@ from deltastore.spool import disk_error
 
 from .other_files import damaged_files, files_again
 from .patcher import check_history
-from .place import free_bytes
+from .room import free_bytes
 from .scrub import SlotFiles, damaged_chunks, wrong_chunks
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ wrote them would not do: a forced unmount or a failed write loses what a process
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import shutil
 import time
@@ -33,7 +32,7 @@ import numpy as np
 
 from deltastore.checkpoint import Checkpoint, open_checkpoint
 from deltastore.digest import Hasher, hasher
-from deltastore.errors import CheckpointError, DamagedSlot, DiskFull, SlotError, StorageError, UsageError
+from deltastore.errors import CheckpointError, DamagedSlot, SlotError, StorageError, UsageError
 from deltastore.materialize import sync_directory, write_file
 from deltastore.restore import Source
 from deltastore.snapshot import snapshot_id
@@ -41,8 +40,9 @@ from deltastore.spool import disk_error
 
 from .lock import Lock
 from .other_files import damaged_files, recorded_files
-from .place import allocated_bytes, check_neighbours, check_place, free_bytes, holders
+from .place import check_neighbours, check_place
 from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
+from .room import check_room
 from .scrub import SlotFiles, damaged_chunks
 
 if TYPE_CHECKING:
@@ -56,9 +56,6 @@ __all__ = ["Begun", "LiveSlot", "SlotRecord", "Slots"]
 _NAMES: tuple[Literal["a", "b"], Literal["a", "b"]] = ("a", "b")
 #: Modification times may be this coarse (seconds): a file that was touched just now could be touched again unseen.
 _COARSE = 4
-#: How long to wait for processes that keep the room of a slot's old files taken, in seconds, and how often to look.
-_HELD_SECONDS = 120.0
-_LOOK_SECONDS = 0.5
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -345,39 +342,10 @@ class Slots:
     def check_room(self, nbytes: int) -> None:
         """Raise ``DiskFull``, saying what is missing, unless ``nbytes`` can be written once the spare slot is emptied.
 
-        Nothing is changed. Files that a process still maps go on taking their room after they are unlinked; where that
-        matters their holders are waited for.
+        Nothing is changed. Processes that keep the room of the spare slot's files are waited for where that matters.
         """
-        # So do those of this process: an error that holds its own frames keeps what they had mapped until the garbage
-        # is collected, which it may not be for days.
-        gc.collect()
-        _, directory = self._spare()
-        waited = 0.0
-        while True:
-            try:
-                missing = nbytes - free_bytes(self.directory)
-                if missing <= 0:
-                    return
-                released = allocated_bytes(directory)
-                held = holders(directory)
-            except OSError as error:
-                raise disk_error(error, self.directory) from error
-            kept = min(released, sum(holder.nbytes for holder in held))
-            if missing <= released - kept:
-                return
-            if not held or missing > released or waited >= _HELD_SECONDS:
-                break
-            self._sleep(_LOOK_SECONDS)
-            waited += _LOOK_SECONDS
-        message = f"The disk of {self.directory} lacks {missing - released + kept} bytes for the next version"
-        if held and missing <= released:
-            who = ", ".join(f"{holder.name} (process {holder.pid})" for holder in held[:3])
-            raise DiskFull(
-                f"{message}: {who} still maps the version before.",
-                key=str(self.directory),
-                hint="Have it let go of that version, or free some space.",
-            )
-        raise DiskFull(f"{message}.", key=str(self.directory), hint="Free some space; it goes on by itself.")
+        _, spare = self._spare()
+        check_room(self.directory, nbytes, spare=spare, sleep=self._sleep)
 
     def prepare(self) -> tuple[Literal["a", "b"], Path]:
         """Empty the slot that is not live and return it.

@@ -15,11 +15,12 @@ import pytest
 import training
 
 import receiver.place
+import receiver.room
 import receiver.slots
 from deltastore import Writer, open_store
 from deltastore.errors import BaseMismatch, DiskFull, SlotError, StorageError
 from receiver.patcher import Patcher
-from receiver.place import allocated_bytes, holders
+from receiver.room import allocated_bytes, holders
 from receiver.slots import Slots
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def test_links_that_cannot_be_replaced_are_found(tmp_path: Path, monkeypatch: py
 
 
 def free(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], int]) -> None:
-    monkeypatch.setattr(receiver.slots, "free_bytes", lambda _: answer())
+    monkeypatch.setattr(receiver.room, "free_bytes", lambda _: answer())
 
 
 def test_what_is_missing_is_told_before_anything_is_given_up(
@@ -110,7 +111,7 @@ def test_what_is_missing_is_told_before_anything_is_given_up(
     before = training.tree(slots.directory)
     with monkeypatch.context() as short:
         free(short, lambda: 100)
-        short.setattr(receiver.slots, "allocated_bytes", lambda _: 50)
+        short.setattr(receiver.room, "allocated_bytes", lambda _: 50)
         with pytest.raises(DiskFull, match=r"lacks \d+ bytes") as caught:
             move(store, slots, 3)
         assert str(slots.directory) in str(caught.value)
@@ -125,7 +126,7 @@ def test_what_is_missing_is_told_before_anything_is_given_up(
 def test_the_room_of_the_spare_slot_counts(store: Store, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocated_bytes(slots.directory / "a") > 0
     free(monkeypatch, lambda: 0)
-    monkeypatch.setattr(receiver.slots, "allocated_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(receiver.room, "allocated_bytes", lambda _: 1 << 30)
     move(store, slots, 3)
 
 
@@ -174,7 +175,7 @@ def test_without_room_who_maps_the_spare_slot_is_waited_for_and_told(
     free(monkeypatch, lambda: _needed(store) - released)
     with pytest.raises(DiskFull, match=f"process {mapper.pid}"):
         move(store, slots, 3)
-    assert sum(waits) >= receiver.slots._HELD_SECONDS
+    assert sum(waits) >= receiver.room._HELD_SECONDS
     assert slots.other(slots.live()) is not None
 
     def let_go(_: float) -> None:
