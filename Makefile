@@ -10,8 +10,8 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python -m tools.demo --store $(STORE)
 
-# Tests run side by side in so many processes.
-JOBS ?= 2
+# Tests run side by side in so many processes: many wait for others or for the disk, so one more than two cores.
+JOBS ?= 3
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

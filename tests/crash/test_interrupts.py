@@ -40,7 +40,7 @@ def interrupted(ended) -> bool:
     if ended.code == 0:
         return False
     assert ended.code == 130, ended
-    *log, last = ended.err.splitlines()
+    *log, last = ended.err.strip().splitlines()
     assert last == "Interrupted."
     assert all(" INFO " in line for line in log)  # a receiver's, of what it did before
     assert ended.out == ""

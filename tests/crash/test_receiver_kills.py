@@ -296,6 +296,6 @@ def test_kills_at_every_change_of_a_repair(commands, tmp_path, held, rounds):
         commands.run(*words).ok()
         training.assert_holds(live, snapshot)
         commands.run("receiver", "verify", "--checkpoint", live).ok()
-        number += rounds(5, 1)
+        number += rounds(2, 1)
     assert seen == {False, True}
     assert number > 20
