@@ -9,6 +9,7 @@ that has gone silent hangs outside each of their timeouts. Errors become ours.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from dataclasses import dataclass, field
@@ -293,7 +294,15 @@ class FsspecBackend:
             return
         task = asyncio.get_running_loop().create_task(_close(connection.file_system))
         self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        """Free what the closed connection was made of, 34,000 objects that refer to each other.
+
+        Left to itself the interpreter lets several such heaps come together, and memory that grew does not shrink.
+        """
+        self._closing.discard(task)
+        asyncio.get_running_loop().call_soon(gc.collect)  # when the task itself is gone
 
     def _translated(self, error: Exception, verb: str, key: str | None) -> Exception:
         if isinstance(error, DeltastoreError):
