@@ -80,7 +80,7 @@ class HttpServer:
     def _made(self) -> uvicorn.Server:
         import uvicorn  # noqa: PLC0415 - only a daemon serves
 
-        from .patience import Patient  # noqa: PLC0415
+        from .patience import Patient  # noqa: PLC0415 - likewise
 
         config = uvicorn.Config(
             self._guarded(self._app()),

@@ -208,7 +208,7 @@ def emit(value: object) -> None:
     """Print a value as JSON on standard output."""
     import msgspec  # noqa: PLC0415 - only where JSON is asked for
 
-    from deltastore.shown import json_bytes  # noqa: PLC0415
+    from deltastore.shown import json_bytes  # noqa: PLC0415 - likewise
 
     text = msgspec.json.format(json_bytes(value), indent=2)
     click.echo(text.decode())

@@ -53,4 +53,4 @@ def ended_by_signals(receiver: Receiver, code: Callable[[list[int]], int]) -> It
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # which nohup sees to
             signal.signal(number, stop)
     yield seen
-    ended.set()
+    ended.set()  # not after an exception: a thread that hangs keeps the interpreter from ending by itself
