@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from .tensors import DeviceBytes, HostBytes, is_tied_alias, is_tied_partner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     from .attempt import Attempt
     from .part import ChunkRow
@@ -75,14 +76,20 @@ class _Batch:
 
 
 class Intake:
-    """Feeds one snapshot's tensors through the shadow into an attempt. Use ``take``, then ``finish``."""
+    """Feeds one snapshot's tensors through the shadow into an attempt. Use ``take``, then ``finish``.
 
-    def __init__(self, schema: Schema, shadow: Shadow, attempt: Attempt, *, workers: int) -> None:
+    ``pool``: the ``workers`` threads that encode. They outlive the snapshot, since each keeps scratch memory.
+    """
+
+    def __init__(
+        self, schema: Schema, shadow: Shadow, attempt: Attempt, *, pool: ThreadPoolExecutor, workers: int
+    ) -> None:
         self.changed_elements = 0
         self.invertible = True
         self._schema = schema
         self._shadow = shadow
         self._attempt = attempt
+        self._pool = pool
         self._workers = workers
         self._digests: Digests = shadow.digests.copy()
         self._tiny = shadow.tiny.tolist()
@@ -91,20 +98,19 @@ class Intake:
         self._aliases: list[tuple[TensorInput, list[bytes]]] = []
         self._batch = _Batch()
         self._running: deque[Future[list[ChunkRow]]] = deque()
-        self._pool: ThreadPoolExecutor | None = None
 
     def take(self, tensors: Iterable[TensorInput], *, reusable: bool) -> None:
         """Encode tensors. Unless ``reusable``, nothing of one is read any more once the next is asked for."""
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="encode") as pool:
-            self._pool = pool
-            try:
-                for tensor in tensors:
-                    if self._admit(tensor) and self._add(tensor) and not reusable:
-                        self._drain()
-                self._drain()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        try:
+            for tensor in tensors:
+                if self._admit(tensor) and self._add(tensor) and not reusable:
+                    self._drain()
+            self._drain()
+        except BaseException:
+            for encoding in self._running:
+                encoding.cancel()
+            wait(self._running)  # nothing is read any more once this has raised
+            raise
 
     def leave(self) -> None:
         """Hand the attempt what an interrupted ``take`` encoded last, so that all of it can be taken back."""
@@ -151,7 +157,7 @@ class Intake:
         return True
 
     def _submit(self) -> None:
-        if self._batch.nbytes and self._pool is not None:
+        if self._batch.nbytes:
             self._running.append(self._pool.submit(self._shadow.encode, self._batch.runs, self._batch.tiny))
             self._batch = _Batch()
         while len(self._running) > 2 * self._workers:

@@ -84,6 +84,7 @@ MAX_TABLE_BYTES = 1 << 30
 
 #: The component that holds the model's weights; every version has it.
 MODEL = "model"
+_PART_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")
 #: Components of version 0 only: the base's other files, and the headers of its weight files, as U8 tensors.
 FILES, HEADERS = "files", "headers"
 
@@ -317,7 +318,7 @@ def _problem(manifest: Manifest, version: int) -> str | None:
         return "it does not name its parent"
     if len(msgspec.json.encode(manifest.metadata)) > MAX_METADATA_BYTES:
         return f"its metadata take more than {MAX_METADATA_BYTES} bytes"
-    own = re.compile(rf"parts/{version:010d}/{manifest.attempt_id}/[A-Za-z0-9._-]+\Z")
+    own = part_key(version, manifest.attempt_id, "")
     for component in manifest.components.values():
         if component.changed_elements > component.total_elements:
             return "it changed more elements than there are"
@@ -326,7 +327,9 @@ def _problem(manifest: Manifest, version: int) -> str | None:
         if any(not part.chunks <= part.last - part.first + 1 for part in component.parts):
             return "it names a part with more chunks than its range has"
         keys = [part.key for part in component.parts]
-        if any(not own.match(key) for key in keys) or len(set(keys)) != len(keys):
+        if any(not (key.startswith(own) and _PART_NAME.match(key, len(own))) for key in keys) or len(set(keys)) != len(
+            keys
+        ):
             return "it names a part of another attempt, or one twice"
     return None
 

@@ -164,6 +164,7 @@ class Writer:
         self._closed = False
         self._anchoring: Anchoring | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._encoders = ThreadPoolExecutor(self._workers, thread_name_prefix="encode")
         try:
             policy = anchor_policy(anchor_every, anchor_when)
             try:
@@ -279,7 +280,7 @@ class Writer:
         count = checked_step(step)
         self._shadow.held = self._anchoring is not None and self._anchoring.busy
         attempt = self._attempt()
-        intake = Intake(self._schema, self._shadow, attempt, workers=self._workers)
+        intake = Intake(self._schema, self._shadow, attempt, pool=self._encoders, workers=self._workers)
         # From here on the shadow is ahead, until the attempt is committed or given up: whatever interrupts this.
         self._begun = _Begun(attempt, intake)
         try:
@@ -461,6 +462,7 @@ class Writer:
     def _release(self) -> None:
         self._closed = True
         self._committer.shutdown()
+        self._encoders.shutdown()
         if self._anchoring is not None:
             self._anchoring.close()
         self._spool.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class Bench:
 
     def __init__(self, directory: Path, content: Content, level: str = "fast") -> None:
         self.spool = TemporarySpool(directory)
+        self.pool = ThreadPoolExecutor(2)
         self.backend = LocalBackend(directory / "store")
         self.shadow = Shadow(SCHEMA, XXH3, level=level)
         for position, spec in enumerate(SCHEMA):
@@ -76,7 +78,7 @@ class Bench:
     def begin(self) -> tuple[Attempt, Intake]:
         attempt = Attempt(self.backend, self.spool, stream_id="1" * 32, version=3, hash_function=XXH3)
         attempt.begin("model", SCHEMA)
-        return attempt, Intake(SCHEMA, self.shadow, attempt, workers=2)
+        return attempt, Intake(SCHEMA, self.shadow, attempt, pool=self.pool, workers=2)
 
     def holds(self, content: Content) -> None:
         for position, spec in enumerate(SCHEMA):
@@ -100,6 +102,7 @@ def make(tmp_path: Path) -> Iterator[Any]:
     yield new_bench
     for bench in made:
         bench.spool.close()
+        bench.pool.shutdown()
 
 
 @pytest.mark.parametrize("level", sorted(LEVELS))
