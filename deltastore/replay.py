@@ -1,18 +1,20 @@
-"""Following a plan: parts are fetched ahead, in the order of their chunks, while the chunks before them are built.
+"""Following a plan: parts are fetched ahead, in the order in which they are needed, while chunks are built.
 
 The chunks are followed window by window. A window is begun when the parts that reach into it are here, whether or not
-the chunks before it are all built; those of the windows after it are on their way. What comes out is proven at the end,
-against the plan's snapshot id; until then nobody may use it.
+the chunks before it are all built; those of the windows after it are on their way. Where the result is spread over
+several files, several stretches of chunks are followed side by side, each a front: a file takes one writer at a time.
+What comes out is proven at the end, against the plan's snapshot id; until then nobody may use it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from .part import parse_part
 from .patch import Patch, build, seal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
     from types import TracebackType
 
@@ -41,8 +43,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetch", "Replayed", "counter", "open_part", "replay"]
 
-#: At most so many windows: each costs a little, and more would overlap no better.
+_Item = TypeVar("_Item")
+
+#: At most so many windows, but for those that fronts add: each costs a little, and more would overlap no better.
 _WINDOWS = 64
+#: At most so many fronts: until each has its first parts, threads may wait that could work.
+_FRONTS = 8
 _LEAST_WINDOW_CHUNKS = 8
 
 
@@ -89,7 +95,8 @@ class _Left(Exception):
 class Fetch:
     """The parts of a plan on their way, from the moment that this is made.
 
-    ``wait`` blocks until one is here; it is parsed once, and forgotten when its chunks are followed. ``all_here`` is
+    ``wait`` blocks until one is here, parsed once; ``reach`` until all of a window's are. ``fronts``: stretches of
+    chunks to follow side by side at the most; parts are fetched in the order of their windows. ``all_here`` is
     called with this, once, in the ``wait`` that finds that the last part has come; it may raise. Leaving the context
     waits for requests that run, and begins no other. Half-fetched parts in ``spool`` that the plan does not need are
     removed.
@@ -102,12 +109,13 @@ class Fetch:
         spool: Spool,
         *,
         limits: Limits = UNLIMITED,
+        fronts: int = 1,
         progress: Progress | None = None,
         all_here: Callable[[Fetch], object] | None = None,
     ) -> None:
         self.store = store
         self.plan = plan
-        self.limits = limits
+        self.fronts = _fronts(plan, store.schema().chunks, most=fronts, rows=limits.window_rows)
         self._all_here = all_here
         self._leaving = threading.Event()
         self._spool = spool
@@ -118,10 +126,16 @@ class Fetch:
         self.ended = self._started
         wanted = [part for step in plan.steps for part in step.parts]
         spool.drop_partials(wanted)
+        self._limits = limits
         self._pool = ThreadPoolExecutor(limits.fetchers, thread_name_prefix="fetch")
-        for part in sorted(wanted, key=lambda part: part.first):
-            if part.key not in self._futures:
-                self._futures[part.key] = self._pool.submit(self._fetch, part)
+        #: In how many windows that were not asked for yet each part is needed.
+        self._windows_left: Counter[str] = Counter()
+        for window in _in_turn(self.fronts):
+            for part in wanted:
+                if _reaches(part, window):
+                    self._windows_left[part.key] += 1
+                    if part.key not in self._futures:
+                        self._futures[part.key] = self._pool.submit(self._fetch, part)
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +151,7 @@ class Fetch:
             raise _Left
 
     def _fetch(self, part: PartRef) -> int:
-        downloaded = self._spool.fetch(self.store.backend, part, limits=self.limits, proceed=self._proceed)
+        downloaded = self._spool.fetch(self.store.backend, part, limits=self._limits, proceed=self._proceed)
         self.ended = time.perf_counter()
         if self._progress is not None:
             self._progress(part.size)
@@ -153,12 +167,16 @@ class Fetch:
                 all_here(self)
         return self._parsed[part.key]
 
-    def forget_before(self, number: int) -> None:
-        """Drop parsed parts that end before a chunk."""
-        for step in self.plan.steps:
-            for part in step.parts:
-                if part.last < number:
-                    self._parsed.pop(part.key, None)
+    def reach(self, window: range) -> list[tuple[Step, list[Part]]]:
+        """Return the parts of each step that reach into a window. Once for each; afterwards parts are forgotten."""
+        reaching = [(step, [part for part in step.parts if _reaches(part, window)]) for step in self.plan.steps]
+        found = [(step, [self.wait(part, step) for part in parts]) for step, parts in reaching]
+        for _, parts in reaching:
+            for part in parts:
+                self._windows_left[part.key] -= 1
+                if not self._windows_left[part.key]:
+                    del self._parsed[part.key]
+        return found
 
     def downloaded(self) -> int:
         """Return the bytes downloaded by all parts together."""
@@ -170,20 +188,47 @@ class Fetch:
         return self.ended - self._started
 
 
-def _windows(plan: Plan, chunks: int, *, rows: int | None = None) -> Iterator[range]:
-    """Cut the chunks where parts begin, but not finer than is of use; and where a window would have too many rows.
+def _fronts(plan: Plan, chunks: int, *, most: int, rows: int | None) -> list[list[range]]:
+    """Cut the chunks into stretches of about one size, as many as are of use, and each into windows.
+
+    ``rows``: of how many a window may have, all windows that are followed at a time have no more together.
+    """
+    count = max(1, min(most, _FRONTS, chunks // _LEAST_WINDOW_CHUNKS))
+    bounds = [chunks * front // count for front in range(count + 1)]
+    least = max(_LEAST_WINDOW_CHUNKS, chunks // _WINDOWS)
+    share = None if rows is None else rows // count
+    return [list(_windows(plan, range(low, high), least=least, rows=share)) for low, high in pairwise(bounds)]
+
+
+def _windows(plan: Plan, chunks: range, *, least: int, rows: int | None) -> Iterator[range]:
+    """Cut chunks where parts begin, but no window below ``least``; and where one would have too many rows.
 
     A step has at most one row for a chunk.
     """
-    least = max(_LEAST_WINDOW_CHUNKS, chunks // _WINDOWS)
-    most = max(_LEAST_WINDOW_CHUNKS, chunks if rows is None else rows // max(len(plan.steps), 1))
-    cuts = [0]
+    most = max(_LEAST_WINDOW_CHUNKS, len(chunks) if rows is None else rows // max(len(plan.steps), 1))
+    cuts = [chunks.start]
     for first in sorted({part.first for step in plan.steps for part in step.parts}):
-        if first - cuts[-1] >= least and chunks - first >= least:
+        if first - cuts[-1] >= least and chunks.stop - first >= least:
             cuts.append(first)
-    for low, high in pairwise([*cuts, chunks]):
+    for low, high in pairwise([*cuts, chunks.stop]):
         for start in range(low, high, most):
             yield range(start, min(start + most, high))
+
+
+def _reaches(part: PartRef, window: range) -> bool:
+    return part.first < window.stop and part.last >= window.start
+
+
+def _in_turn(fronts: Iterable[Iterable[_Item]]) -> Iterator[_Item]:
+    """Yield the first of each, then the second of each, and so on; those that have ended are left out."""
+    left = [iter(front) for front in fronts]
+    while left:
+        for front in left.copy():
+            item = next(front, None)
+            if item is None:
+                left.remove(front)
+            else:
+                yield item
 
 
 def replay(
@@ -208,21 +253,19 @@ def replay(
     else:
         after = before.copy()
 
-    def batches() -> Iterator[Batch]:
-        for window in _windows(plan, schema.chunks, rows=fetch.limits.window_rows):
+    def batches(windows: list[range]) -> Iterator[Batch]:
+        for window in windows:
             patch = Patch(schema, store.hash, before=before, after=after, window=window)
-            for step in plan.steps:
-                reaching = [part for part in step.parts if part.first < window.stop and part.last >= window.start]
-                parts = [fetch.wait(part, step) for part in reaching]
+            for step, parts in fetch.reach(window):
                 if step.kind == "anchor":
                     patch.add_anchor(parts)
                 else:
                     patch.add_delta(parts, inverse=step.kind == "inverse")
-            fetch.forget_before(window.stop)
             yield from patch.batches(everything=True)
 
     building = counter(progress, "patch", schema.nbytes)
-    spent = build(batches(), read, write, workers=workers, kept=kept, progress=building)
+    work = _in_turn([batches(windows) for windows in fetch.fronts])
+    spent = build(work, read, write, workers=workers, kept=kept, progress=building)
     seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
     return Replayed(after, fetch.downloaded(), fetch.seconds, spent)
 

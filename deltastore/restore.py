@@ -83,6 +83,10 @@ class Outline:
         weights = sum(file.header.file_size for file in self.layout.files)
         return weights + sum(len(data) for data in self.other_files.values())
 
+    def fronts(self, workers: int) -> int:
+        """Return how many stretches of chunks to build side by side: a file takes one writer at a time."""
+        return min(workers, len(self.layout.files))
+
     def digest(self, hash_function: Hasher) -> str:
         """Return the digest of all of it: of two directories with the same outline only the tensors may differ."""
         files = [(file.name, file.header_bytes) for file in self.layout.files] + sorted(self.other_files.items())
@@ -192,7 +196,8 @@ def restore(
         def build(plan: Plan) -> None:
             _remove(draft)
             _make_directory(draft)
-            with Fetch(store, plan, spool, limits=limits, progress=progress) as fetch:
+            fronts = plain.fronts(threads)
+            with Fetch(store, plan, spool, limits=limits, fronts=fronts, progress=progress) as fetch:
                 build_checkpoint(fetch, source, plain, draft, workers=threads, progress=progress)
 
         planner.follow(plan, build)

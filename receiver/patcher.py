@@ -244,7 +244,13 @@ class Patcher(Rollback):
         self._slots.check_room(plain.nbytes + way.spool.missing_bytes(plan.parts))
         try:
             with Fetch(
-                self._store, plan, way.spool, limits=self._limits, progress=self._progress, all_here=all_here
+                self._store,
+                plan,
+                way.spool,
+                limits=self._limits,
+                fronts=plain.fronts(self._workers),
+                progress=self._progress,
+                all_here=all_here,
             ) as fetch:
                 begun = self._slots.begin(goal)
                 built, replayed = build_checkpoint(

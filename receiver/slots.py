@@ -42,7 +42,7 @@ from .lock import Lock
 from .other_files import damaged_files, recorded_files
 from .place import check_neighbours, check_place
 from .records import FORMAT, File, Goal, SlotRecord, read_record, record_bytes
-from .room import check_room
+from .room import check_room, remove_directory
 from .scrub import SlotFiles, damaged_chunks
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ class Slots:
             if directory.is_symlink():  # an adoption that was killed before its exchange
                 directory.unlink()
             elif directory.exists():
-                shutil.rmtree(directory)
+                remove_directory(directory)
             directory.mkdir()
         except OSError as error:
             raise disk_error(error, directory) from error

@@ -14,7 +14,7 @@ from deltastore.errors import CorruptObject, StorageError
 from deltastore.limits import Limits
 from deltastore.part import PartIdentity, build_part
 from deltastore.patch import write_each
-from deltastore.replay import Fetch, _windows, replay
+from deltastore.replay import Fetch, _fronts, replay
 from deltastore.restore import identify
 from deltastore.spool import Spool
 
@@ -58,8 +58,10 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deltastore.replay, "_LEAST_WINDOW_CHUNKS", 4)
 
 
-def follow(store: Store, plan: Plan, spool: Spool, source: Source | None, write: Any, *, workers: int) -> Replayed:
-    with Fetch(store, plan, spool) as fetch:
+def follow(
+    store: Store, plan: Plan, spool: Spool, source: Source | None, write: Any, *, workers: int, fronts: int = 1
+) -> Replayed:
+    with Fetch(store, plan, spool, fronts=fronts) as fetch:
         return replay(
             fetch,
             before=source.digests if source else None,
@@ -84,8 +86,9 @@ def nothing(*_: object) -> np.ndarray:
     raise AssertionError("an anchor reads nothing")
 
 
+@pytest.mark.parametrize("fronts", [1, 3])
 @pytest.mark.parametrize("route", [(0, 2), (0, 1), (1, 0), (2, 0), (1, 1), (None, 2)])
-def test_a_plan_leads_to_its_version_window_by_window(route, history, tmp_path) -> None:
+def test_a_plan_leads_to_its_version_window_by_window(route, fronts, history, tmp_path) -> None:
     root, snapshots = history
     store = open_store(root / "store")
     start, end = route
@@ -95,7 +98,8 @@ def test_a_plan_leads_to_its_version_window_by_window(route, history, tmp_path) 
         store.restore(start, tmp_path / "source")
         source = identify(store, tmp_path / "source", workers=2)
     result = Result()
-    replayed = follow(store, plan, Spool(tmp_path / "parts"), source, write_each(result.write), workers=2)
+    spool = Spool(tmp_path / "parts")
+    replayed = follow(store, plan, spool, source, write_each(result.write), workers=2, fronts=fronts)
     assert all((result.tensors[name] == data).all() for name, data in snapshots[end].items())
     assert replayed.fetched_bytes == plan.stored_bytes
     assert (replayed.digests == replay_digests(store, end, tmp_path)).all()
@@ -112,21 +116,82 @@ def test_a_delta_of_many_parts_makes_several_windows(history) -> None:
     parts = store.manifest(1).model.parts
     assert len(parts) > 5
     assert all(later.first >= earlier.last for earlier, later in itertools.pairwise(parts))
-    windows = list(_windows(store.plan(0, 2), chunks))
+    (windows,) = _fronts(store.plan(0, 2), chunks, most=1, rows=None)
     assert len(windows) > 1
     assert [number for window in windows for number in window] == list(range(chunks))
 
 
+@pytest.mark.parametrize(("most", "expected"), [(2, 2), (7, 7), (99, 8)])
+def test_fronts_share_all_chunks_out(most, expected, history) -> None:
+    store = open_store(history[0] / "store")
+    chunks = store.schema().chunks
+    fronts = _fronts(store.plan(0, 2), chunks, most=most, rows=None)
+    assert len(fronts) == expected
+    assert [number for windows in fronts for window in windows for number in window] == list(range(chunks))
+    sizes = [sum(map(len, windows)) for windows in fronts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_small_model_has_no_fronts(history, monkeypatch) -> None:
+    store = open_store(history[0] / "store")
+    chunks = store.schema().chunks
+    monkeypatch.setattr(deltastore.replay, "_LEAST_WINDOW_CHUNKS", chunks + 1)
+    assert _fronts(store.plan(0, 2), chunks, most=8, rows=None) == [[range(chunks)]]
+
+
+def test_fronts_are_built_side_by_side_and_their_parts_fetched_in_turn(history, tmp_path) -> None:
+    store = open_store(history[0] / "store")
+    plan, chunks = store.plan(0, 1), store.schema().chunks
+    source = identify(store, history[0] / "base", workers=2)
+    backend = store.backend
+    recorder = store.backend = Recorder(backend)
+    order = []
+
+    def write(spec: TensorSpec, chunk: int, _data: np.ndarray) -> None:
+        order.append(store.schema().chunk_number(spec.name, chunk))
+
+    with Fetch(store, plan, Spool(tmp_path / "parts"), limits=Limits(fetchers=1), fronts=2) as fetch:
+        replay(fetch, before=source.digests, read=source.checkpoint.read, write=write_each(write), workers=1)
+        assert not fetch._parsed
+    store.backend = backend
+    assert sorted(order) == list(range(chunks))
+    first, second = ([n for n in order if n in half] for half in (range(chunks // 2), range(chunks // 2, chunks)))
+    assert (first, second) == (sorted(first), sorted(second))
+    assert order.index(second[0]) < order.index(first[-1])
+    assert order.index(first[0]) < order.index(second[-1])
+    of_second = {part.key for part in plan.steps[0].parts if part.first >= chunks // 2}
+    fetched = [key in of_second for key in recorder.keys]
+    assert fetched != sorted(fetched), "one half's parts before the other's"
+
+
+class Recorder:
+    """A backend that notes the keys that are read."""
+
+    def __init__(self, inner) -> None:
+        self._inner = inner
+        self.keys: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        self.keys.append(key)
+        return self._inner.read(key, limit=limit)
+
+
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("rows", [1, 20, 10**9])
-def test_a_window_has_no_more_rows_than_it_may(history, tmp_path, rows) -> None:
+def test_the_windows_of_a_time_have_no_more_rows_than_they_may(history, tmp_path, rows, count) -> None:
     store = open_store(history[0] / "store")
     chunks, plan = store.schema().chunks, store.plan(0, 2)
-    windows = list(_windows(plan, chunks, rows=rows))
+    fronts = _fronts(plan, chunks, most=count, rows=rows)
+    assert len(fronts) == count
+    windows = [window for front in fronts for window in front]
     assert [number for window in windows for number in window] == list(range(chunks))
-    assert max(map(len, windows)) <= max(4, rows // len(plan.steps))
+    assert max(map(len, windows)) <= max(4, rows // count // len(plan.steps))
     source = identify(store, history[0] / "base", workers=2)
     result = Result()
-    with Fetch(store, plan, Spool(tmp_path / "parts"), limits=Limits(window_rows=rows)) as fetch:
+    with Fetch(store, plan, Spool(tmp_path / "parts"), limits=Limits(window_rows=rows), fronts=count) as fetch:
         replay(fetch, before=source.digests, read=source.checkpoint.read, write=write_each(result.write), workers=2)
     assert all((result.tensors[name] == data).all() for name, data in history[1][2].items())
 
