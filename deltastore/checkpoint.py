@@ -7,6 +7,7 @@ map.
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ _OTHER_WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".pkl", ".tmp"}
 )
 _MAX_INDEX_BYTES = 512 << 20
+#: How many files a checkpoint has of which this is one.
+_SHARD = re.compile(r"-[0-9]{5,}-of-([0-9]{5,9})\.safetensors\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,10 @@ def _only_weight_file(root: Path, entries: list[str]) -> str:
     if _WHOLE in weights:
         return _WHOLE
     if len(weights) == 1:
+        if (shard := _SHARD.search(weights[0])) and int(shard[1]) > 1:
+            raise CheckpointError(
+                f"{root} has one of {int(shard[1])} shards and no index.", key=str(root), hint="Save all of it again."
+            )
         return weights[0]
     found = f"several safetensors files and no index: {', '.join(weights[:4])}" if weights else "no safetensors file"
     raise CheckpointError(

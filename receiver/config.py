@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "effective", "read_settings", "shown_url"]
 
 _MAX_BYTES = 1 << 20
-_PASSWORD = re.compile(r"(://)[^/@:]*:[^/@]*@")
+_PASSWORD = re.compile(r"(://)[^/@:]*:.*@", re.DOTALL)
 
 Scalar = str | bool | int | float
 

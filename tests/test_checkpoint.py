@@ -279,6 +279,16 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, "no index", "one.safetensors").hint
 
 
+def test_one_of_several_shards_without_an_index_is_refused(tmp_path: Path) -> None:
+    save_whole(tmp_path, SMALL, "model-00001-of-00002.safetensors")
+    assert refused(tmp_path, "one of 2 shards", "no index").hint
+
+
+def test_the_only_shard_needs_no_index(tmp_path: Path) -> None:
+    save_whole(tmp_path, SMALL, "model-00001-of-00001.safetensors")
+    assert len(open_checkpoint(tmp_path).schema) == 2
+
+
 def test_several_indexes_are_refused(tmp_path: Path) -> None:
     save_shards(tmp_path, SMALL, 2)
     (tmp_path / "other.safetensors.index.json").write_text('{"weight_map":{}}')

@@ -169,7 +169,9 @@ def test_a_file_that_is_not_there_and_a_value_out_of_range_are_wrong_use(command
 
 
 def test_passwords_in_urls_are_not_shown():
-    assert shown_url("s3://key:secret@bucket/x") == "s3://***@bucket/x"
+    for password in ("secret", "sec/ret", "sec@ret", "sec:ret", "/@:"):
+        assert shown_url(f"s3://key:{password}@bucket/x") == "s3://***@bucket/x"
+    assert shown_url("s3://bucket/a:b") == "s3://bucket/a:b"
     assert shown_url("abfs://box@account.dfs.core.windows.net/x") == "abfs://box@account.dfs.core.windows.net/x"
     assert "secret" not in effective({"store": "s3://key:secret@bucket/x", "storage_options": {"api_key": "secret"}})
 
