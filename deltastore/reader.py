@@ -67,8 +67,10 @@ _log = logging.getLogger("deltastore")
 
 #: A segment is read for so many of its manifests at the least; fewer are read by themselves.
 _WORTH_A_SEGMENT = 20
-#: Manifests kept in memory: enough to follow and to plan, and no more after a million versions.
-_REMEMBERED = 4096
+#: Manifests kept in memory, and parts that they may name together: enough to follow, and no more after a million
+#: versions, or where each has a thousand parts.
+_REMEMBERED = 256
+_REMEMBERED_PARTS = 16_384
 
 
 class Store:
@@ -87,6 +89,7 @@ class Store:
         self.stream: StreamRecord = base.stream
         self.hash: Hasher = hasher(base.stream.hash)
         self._recent = {BASE_VERSION: base}
+        self._parts = 0
         self._retention: Retention | None = None
         self._lock = threading.Lock()
         self._schemas: dict[str, Schema] = {}
@@ -165,10 +168,12 @@ class Store:
         if child is not None:
             check_link(manifest, child)
         with self._lock:
-            self._recent[version] = manifest
-            if len(self._recent) > _REMEMBERED:
+            if version not in self._recent:
+                self._recent[version] = manifest
+                self._parts += len(manifest.model.parts)
+            while len(self._recent) > _REMEMBERED or (self._parts > _REMEMBERED_PARTS and len(self._recent) > 2):
                 oldest = next(number for number in self._recent if number != BASE_VERSION)
-                del self._recent[oldest]
+                self._parts -= len(self._recent.pop(oldest).model.parts)
 
     def recent(self, highest: int) -> dict[int, Manifest]:
         """Return the manifests up to version ``highest`` that are in memory."""

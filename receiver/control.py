@@ -106,6 +106,8 @@ class Orders:
         Raises ``UsageError``, ``StorageError`` when it cannot be written down, ``SlotError`` before the start.
         """
         check_target(target)
+        if target.isdecimal():
+            target = str(int(target))  # 007 is 7
         return self._order(pinned=None if target == self._target else target)
 
     def pause_following(self) -> Control:

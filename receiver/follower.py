@@ -16,13 +16,13 @@ __all__ = ["Follower", "check_target"]
 #: Every so many polls the version that we are at is read again: a store rolled back would look as if nothing were new.
 _RECHECK_POLLS = 30
 
-_TARGET = re.compile(r"latest|0|[1-9][0-9]{0,9}|tag:[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
+_TARGET = re.compile(r"latest|[0-9]{1,10}|tag:[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 
 def check_target(target: str) -> None:
     """Raise ``UsageError`` unless a text is a target: ``latest``, a version's number, or ``tag:NAME``."""
     if not _TARGET.fullmatch(target):
-        raise UsageError(f"{target!r} is no target.", hint="Give latest, a version's number (7, not 07), or tag:NAME.")
+        raise UsageError(f"{target!r} is no target.", hint="Give latest, a version's number, or tag:NAME.")
 
 
 class Follower:

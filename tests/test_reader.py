@@ -77,6 +77,20 @@ def test_only_so_many_manifests_are_remembered_and_none_is_missed(place: Path, m
     assert store.manifest(1).step == 0
 
 
+def test_manifests_that_name_many_parts_are_remembered_in_small_number(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deltastore.reader, "_REMEMBERED_PARTS", 2)
+    store = open_store(place)
+    assert [manifest.version for manifest in store.log()] == list(range(VERSIONS + 1))
+    assert (
+        sum(len(manifest.model.parts) for manifest in store._recent.values() if manifest.version) == store._parts <= 2
+    )
+    monkeypatch.setattr(deltastore.reader, "_REMEMBERED_PARTS", 0)
+    newest = store.latest()
+    assert list(store._recent) == [0, newest.version], "the newest is kept, whatever it takes"
+
+
 def test_the_last_few_versions_are_read_alone(place: Path, asked: list[str]) -> None:
     store = open_store(place)
     assert [manifest.version for manifest in store.log(last=2)] == [VERSIONS - 1, VERSIONS]
