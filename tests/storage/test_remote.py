@@ -255,6 +255,45 @@ def test_refusals_over_and_over_leave_no_clients_behind(stub, request):
         training.until(lambda: clients() <= before + 2)
 
 
+def test_clients_share_what_botocore_knows_of_s3(stub):
+    """Each by itself would take some 13 MiB: that of a heartbeat, and of each look for new credentials."""
+
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    backends = []
+    for _ in range(3):
+        before = objects()
+        backends.append(stub.open())
+        stub.will_answer(206, b"x")
+        assert backends[-1].read("a", limit=9) == b"x"
+        made = objects() - before
+    for backend in backends:
+        backend.close()
+    assert made < 10_000
+
+
+def test_a_profile_tells_its_own_credentials_and_region(stub, tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "config"
+    profiles = [("default", "a", "eu-one"), ("profile other", "b", "eu-two")]
+    keys = "[{0}]\naws_access_key_id = {1}\naws_secret_access_key = x\nregion = {2}\n"
+    file.write_text("".join(keys.format(*profile) for profile in profiles))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", stub.endpoint)
+    for options in ({}, {"profile": "other"}):
+        with closing(open_fsspec("s3://bucket/run", storage_options=options)) as backend:
+            stub.will_answer(206, b"x")
+            assert backend.read("a", limit=9) == b"x"
+    used = [headers["Authorization"].partition("Credential=")[2].split("/")[0:3:2] for *_, headers in stub.requests]
+    assert used == [["a", "eu-one"], ["b", "eu-two"]]
+    with pytest.raises(UsageError, match="absent"):
+        open_fsspec("s3://bucket/run", storage_options={"profile": "absent"})
+
+
 def test_expired_credentials_by_obstore(stub):
     stub.will_refuse(400, "ExpiredToken")
     with pytest.raises(AccessDenied, match="because"):
