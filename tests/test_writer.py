@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import training
 
+import deltastore.intake
 import deltastore.writer
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import (
@@ -315,6 +317,42 @@ def test_an_interrupted_wait_for_the_version_in_flight_begins_nothing(url, base,
         writer.publish(second).result()
         assert one.result().version == 1
     assert holds(second).version == 2
+
+
+@pytest.mark.parametrize("moment", ["before a thread has it", "before it runs", "after it ran"])
+def test_an_interrupt_while_work_is_handed_to_a_thread_leaves_nothing_behind(url, base, holds, monkeypatch, moment):
+    monkeypatch.setattr(deltastore.intake, "_BATCH_BYTES", 1000)
+    first, second = training.step(base, 1), training.step(base, 2)
+    go, ended = threading.Event(), threading.Event()
+    calls = itertools.count(1)
+    with Writer(url) as writer:
+        submit = writer._encoders.submit
+
+        def interrupted(*work):
+            if next(calls) != 3:
+                return submit(*work)
+
+            def late():
+                assert go.wait(60)
+                submit(*work).result()
+                ended.set()
+
+            if moment == "before it runs":
+                threading.Thread(target=late).start()
+            else:
+                ended.set()
+                if moment == "after it ran":
+                    submit(*work).result()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer._encoders, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.publish(first)
+        go.set()
+        assert ended.wait(60)
+        assert writer.publish(second).result().version == 1
+    assert holds(second).version == 1
 
 
 def test_a_closed_writer_publishes_nothing_more(url, base):
