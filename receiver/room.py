@@ -8,6 +8,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,19 +23,21 @@ __all__ = ["Holder", "allocated_bytes", "check_room", "free_bytes", "holders", "
 #: How long to wait for processes that keep the room of old files taken, in seconds, and how often to look.
 _HELD_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
-
-
 #: Files removed at a time: to free the memory that a large one takes (tmpfs) takes a while.
 _REMOVERS = 8
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a directory with all that is in it; raises ``OSError``."""
-    with os.scandir(directory) as entries:
-        files = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False)]
-    with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as pool:
-        for _ in pool.map(os.unlink, files):
-            pass
+    """Remove a directory with all that is in it, a link to one never; raises ``OSError``."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with os.scandir(descriptor) as entries:
+            files = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as pool:
+            for _ in pool.map(partial(os.unlink, dir_fd=descriptor), files):
+                pass
+    finally:
+        os.close(descriptor)
     shutil.rmtree(directory)
 
 
