@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,15 +29,13 @@ _REMOVERS = 8
 
 def remove_directory(directory: Path) -> None:
     """Remove a directory with all that is in it, a link to one never; raises ``OSError``."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with os.scandir(descriptor) as entries:
-            files = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
-        with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as pool:
-            for _ in pool.map(partial(os.unlink, dir_fd=descriptor), files):
-                pass
-    finally:
-        os.close(descriptor)
+    if directory.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "It is a link", str(directory))
+    with os.scandir(directory) as entries:
+        files = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False)]
+    with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as pool:
+        for _ in pool.map(os.unlink, files):
+            pass
     shutil.rmtree(directory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import threading
 
@@ -353,6 +354,30 @@ def test_an_interrupt_while_work_is_handed_to_a_thread_leaves_nothing_behind(url
         assert ended.wait(60)
         assert writer.publish(second).result().version == 1
     assert holds(second).version == 1
+
+
+@pytest.mark.parametrize("what", ["publish", "close"])
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_call_in_the_middle_of_a_publish_is_refused_and_changes_nothing(url, base, holds, monkeypatch, what, caught):
+    monkeypatch.setattr(deltastore.intake, "_BATCH_BYTES", 1000)
+    first, second, third = (training.step(base, number) for number in (1, 2, 3))
+
+    def stream(writer):
+        for number, pair in enumerate(first.items()):
+            if number == len(first) // 2:
+                with pytest.raises(PublishError, match="publishing") if caught else contextlib.nullcontext():
+                    writer.publish(second) if what == "publish" else writer.close()
+            yield pair
+
+    with Writer(url) as writer:
+        if caught:
+            writer.publish(stream(writer)).result()
+            assert holds(first).version == 1
+        else:
+            with pytest.raises(PublishError, match="publishing"):
+                writer.publish(stream(writer))
+        writer.publish(third).result()
+    assert holds(third).version == 1 + caught
 
 
 def test_a_closed_writer_publishes_nothing_more(url, base):
