@@ -132,9 +132,13 @@ class Fetch:
         self._limits = limits
         self._pool = ThreadPoolExecutor(limits.fetchers, thread_name_prefix="fetch")
         turns, self._windows_left = _turns(wanted, self.fronts)
-        for part in sorted(wanted, key=lambda part: turns[part.key]):
-            if part.key not in self._futures:
-                self._futures[part.key] = self._pool.submit(self._fetch, part)
+        try:
+            for part in sorted(wanted, key=lambda part: turns[part.key]):
+                if part.key not in self._futures:
+                    self._futures[part.key] = self._pool.submit(self._fetch, part)
+        except BaseException:  # an interrupt: nobody has this yet who could leave
+            self._leave()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +146,9 @@ class Fetch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         self._leaving.set()
         self._pool.shutdown(cancel_futures=True)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,6 +253,30 @@ def test_leaving_begins_no_other_request_and_what_came_is_kept(history, tmp_path
         assert fetch.downloaded() == plan.stored_bytes - 2000
     with Fetch(store, store.plan(0, 1), Spool(tmp_path / "parts")) as fetch:
         assert fetch.downloaded() == 0
+
+
+def test_an_interrupt_while_parts_are_asked_for_leaves_no_request_running(history, tmp_path, monkeypatch) -> None:
+    store = open_store(history[0] / "store")
+    backend = store.backend
+    paused = store.backend = Paused(backend)
+    submit = ThreadPoolExecutor.submit
+    submitted: list[Future[int]] = []
+
+    def interrupted(pool: ThreadPoolExecutor, *work: Any) -> Future[int]:
+        submitted.append(submit(pool, *work))
+        if len(submitted) == 5:
+            assert paused.entered.acquire(timeout=60)
+            paused.opened.set()
+            raise KeyboardInterrupt
+        return submitted[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Fetch(store, store.plan(0, 2), Spool(tmp_path / "parts"), limits=Limits(largest_piece=1000, fetchers=1))
+    assert len(submitted) == 5
+    assert all(future.done() for future in submitted)
+    store.backend = backend
 
 
 class Gate:
