@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from .tensors import DeviceBytes, HostBytes, is_tied_alias, is_tied_partner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
     from .attempt import Attempt
     from .part import ChunkRow
@@ -75,6 +75,17 @@ class _Batch:
         )
 
 
+def _encode(encoding: Future[list[ChunkRow]], shadow: Shadow, batch: _Batch) -> None:
+    """Encode a batch, unless it was cancelled."""
+    if not encoding.set_running_or_notify_cancel():
+        return
+    try:
+        encoding.set_result(shadow.encode(batch.runs, batch.tiny))
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        encoding.set_exception(error)
+        del encoding  # else it and the error would hold each other, and with them the caller's tensors
+
+
 class Intake:
     """Feeds one snapshot's tensors through the shadow into an attempt. Use ``take``, then ``finish``.
 
@@ -107,14 +118,16 @@ class Intake:
                     self._drain()
             self._drain()
         except BaseException:
-            for encoding in self._running:
-                encoding.cancel()
-            wait(self._running)  # nothing is read any more once this has raised
+            self._stop()
             raise
+
+    def _stop(self) -> None:
+        """Begin no other encoding and wait for those that run: nothing is read any more afterwards."""
+        wait([encoding for encoding in self._running if not encoding.cancel()])
 
     def leave(self) -> None:
         """Hand the attempt what an interrupted ``take`` encoded last, so that all of it can be taken back."""
-        wait(self._running)
+        self._stop()
         while self._running:
             encoded = self._running.popleft()
             if not encoded.cancelled() and encoded.exception() is None:
@@ -158,7 +171,10 @@ class Intake:
 
     def _submit(self) -> None:
         if self._batch.nbytes:
-            self._running.append(self._pool.submit(self._shadow.encode, self._batch.runs, self._batch.tiny))
+            # Known before a thread has it: an interrupt that comes between would leave it running with nobody waiting.
+            encoding: Future[list[ChunkRow]] = Future()
+            self._running.append(encoding)
+            self._pool.submit(_encode, encoding, self._shadow, self._batch)
             self._batch = _Batch()
         while len(self._running) > 2 * self._workers:
             self._collect()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,6 +49,9 @@ _Item = TypeVar("_Item")
 _WINDOWS = 64
 #: At most so many fronts: until each has its first parts, threads may wait that could work.
 _FRONTS = 8
+#: Nor more than fit with the plan's steps: each front has parts of each step open and rows of each in memory, and with
+#: more steps decoding takes most of the time.
+_FRONT_STEPS = 64
 _LEAST_WINDOW_CHUNKS = 8
 
 
@@ -128,14 +131,14 @@ class Fetch:
         spool.drop_partials(wanted)
         self._limits = limits
         self._pool = ThreadPoolExecutor(limits.fetchers, thread_name_prefix="fetch")
-        #: In how many windows that were not asked for yet each part is needed.
-        self._windows_left: Counter[str] = Counter()
-        for window in _in_turn(self.fronts):
-            for part in wanted:
-                if _reaches(part, window):
-                    self._windows_left[part.key] += 1
-                    if part.key not in self._futures:
-                        self._futures[part.key] = self._pool.submit(self._fetch, part)
+        turns, self._windows_left = _turns(wanted, self.fronts)
+        try:
+            for part in sorted(wanted, key=lambda part: turns[part.key]):
+                if part.key not in self._futures:
+                    self._futures[part.key] = self._pool.submit(self._fetch, part)
+        except BaseException:  # an interrupt: nobody has this yet who could leave
+            self._leave()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -143,6 +146,9 @@ class Fetch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         self._leaving.set()
         self._pool.shutdown(cancel_futures=True)
 
@@ -193,7 +199,8 @@ def _fronts(plan: Plan, chunks: int, *, most: int, rows: int | None) -> list[lis
 
     ``rows``: of how many a window may have, all windows that are followed at a time have no more together.
     """
-    count = max(1, min(most, _FRONTS, chunks // _LEAST_WINDOW_CHUNKS))
+    most = min(most, _FRONTS, _FRONT_STEPS // max(len(plan.steps), 1))
+    count = max(1, min(most, chunks // _LEAST_WINDOW_CHUNKS))
     bounds = [chunks * front // count for front in range(count + 1)]
     least = max(_LEAST_WINDOW_CHUNKS, chunks // _WINDOWS)
     share = None if rows is None else rows // count
@@ -217,6 +224,18 @@ def _windows(plan: Plan, chunks: range, *, least: int, rows: int | None) -> Iter
 
 def _reaches(part: PartRef, window: range) -> bool:
     return part.first < window.stop and part.last >= window.start
+
+
+def _turns(parts: Iterable[PartRef], fronts: list[list[range]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return when each part is needed first, windows being followed in turn, and in how many windows it is needed."""
+    starts = [window.start for windows in fronts for window in windows]
+    turn_of = {window.start: turn for turn, window in enumerate(_in_turn(fronts))}
+    turns, counts = {}, dict[str, int]()
+    for part in parts:
+        reached = starts[max(bisect_right(starts, part.first) - 1, 0) : bisect_right(starts, part.last)]
+        turns[part.key] = min((turn_of[start] for start in reached), default=0)
+        counts[part.key] = counts.get(part.key, 0) + len(reached)
+    return turns, counts
 
 
 def _in_turn(fronts: Iterable[Iterable[_Item]]) -> Iterator[_Item]:

@@ -126,10 +126,15 @@ class Spool:
         return self._map(self._path(reference.digest), reference)
 
     def _map(self, path: Path, reference: PartRef) -> memoryview:
-        with path.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size != reference.size:
-                raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with path.open("rb") as stream:
+                if os.fstat(stream.fileno()).st_size != reference.size:
+                    raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # too many open files, too many maps
+            raise disk_error(error, path) from error
         _check_digest(mapped, reference)
         return memoryview(mapped)
 

@@ -162,6 +162,7 @@ class Writer:
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
+        self._publishing = False
         self._anchoring: Anchoring | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._encoders = ThreadPoolExecutor(self._workers, thread_name_prefix="encode")
@@ -272,8 +273,27 @@ class Writer:
         taken one at a time: an iterator may reuse a tensor's memory once the next one is asked for. Every tensor of
         the stream must be there with its own dtype and shape. Raises ``PublishError`` naming the tensors otherwise,
         ``WriterFenced`` after a lost race, ``CommitInDoubt`` while an earlier version's fate is still unknown;
-        nothing is published then.
+        nothing is published then. While it runs, another call of the writer (out of the iterator, a signal's handler,
+        another thread) is a ``PublishError`` too.
         """
+        self._check_idle()
+        try:
+            self._publishing = True
+            return self._publish(tensors, step, metadata)
+        finally:
+            self._publishing = False
+
+    def _check_idle(self) -> None:
+        # No lock: a handler that comes between this and what follows runs to its end before it.
+        if self._publishing:
+            raise PublishError("The writer is publishing.", hint="Call it again when `publish` has returned.")
+
+    def _publish(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | Checkpoint,
+        step: int | None,
+        metadata: Mapping[str, Scalar] | None,
+    ) -> Publication:
         self._settle()
         started = time.perf_counter()
         fields = checked_metadata(metadata or {})
@@ -453,6 +473,7 @@ class Writer:
         """
         if self._closed:
             return
+        self._check_idle()
         try:
             with suppress(WriterFenced, VersionConflict):  # told by the publication that lost
                 self._settle()

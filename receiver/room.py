@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -22,14 +23,14 @@ __all__ = ["Holder", "allocated_bytes", "check_room", "free_bytes", "holders", "
 #: How long to wait for processes that keep the room of old files taken, in seconds, and how often to look.
 _HELD_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
-
-
 #: Files removed at a time: to free the memory that a large one takes (tmpfs) takes a while.
 _REMOVERS = 8
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a directory with all that is in it; raises ``OSError``."""
+    """Remove a directory with all that is in it, a link to one never; raises ``OSError``."""
+    if directory.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "It is a link", str(directory))
     with os.scandir(directory) as entries:
         files = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False)]
     with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as pool:

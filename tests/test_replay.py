@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,6 +140,15 @@ def test_a_small_model_has_no_fronts(history, monkeypatch) -> None:
     assert _fronts(store.plan(0, 2), chunks, most=8, rows=None) == [[range(chunks)]]
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(1, 7), (2, 3), (0, 7)])
+def test_the_more_steps_the_fewer_fronts(steps, expected, history, monkeypatch) -> None:
+    store = open_store(history[0] / "store")
+    monkeypatch.setattr(deltastore.replay, "_FRONT_STEPS", 7)
+    assert len(_fronts(store.plan(0, steps), store.schema().chunks, most=8, rows=None)) == expected
+    monkeypatch.setattr(deltastore.replay, "_FRONT_STEPS", 1)
+    assert len(_fronts(store.plan(0, 2), store.schema().chunks, most=8, rows=None)) == 1
+
+
 def test_fronts_are_built_side_by_side_and_their_parts_fetched_in_turn(history, tmp_path) -> None:
     store = open_store(history[0] / "store")
     plan, chunks = store.plan(0, 1), store.schema().chunks
@@ -245,6 +255,30 @@ def test_leaving_begins_no_other_request_and_what_came_is_kept(history, tmp_path
         assert fetch.downloaded() == 0
 
 
+def test_an_interrupt_while_parts_are_asked_for_leaves_no_request_running(history, tmp_path, monkeypatch) -> None:
+    store = open_store(history[0] / "store")
+    backend = store.backend
+    paused = store.backend = Paused(backend)
+    submit = ThreadPoolExecutor.submit
+    submitted: list[Future[int]] = []
+
+    def interrupted(pool: ThreadPoolExecutor, *work: Any) -> Future[int]:
+        submitted.append(submit(pool, *work))
+        if len(submitted) == 5:
+            assert paused.entered.acquire(timeout=60)
+            paused.opened.set()
+            raise KeyboardInterrupt
+        return submitted[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Fetch(store, store.plan(0, 2), Spool(tmp_path / "parts"), limits=Limits(largest_piece=1000, fetchers=1))
+    assert len(submitted) == 5
+    assert all(future.done() for future in submitted)
+    store.backend = backend
+
+
 class Gate:
     """A backend whose last part of a version is not answered before the first window was written."""
 
@@ -295,6 +329,24 @@ def test_a_part_that_holds_other_chunks_than_its_manifest_says_is_refused(histor
         with pytest.raises(CorruptObject) as caught:
             follow(store, forged, Spool(tmp_path / "parts"), source, lambda *_: None, workers=2)
         assert caught.value.key == part.key
+
+
+def test_a_part_said_to_lie_beyond_the_schema_is_refused(history, tmp_path) -> None:
+    import msgspec  # noqa: PLC0415 - only here
+
+    store = open_store(history[0] / "store")
+    plan = store.plan(0, 1)
+    step = plan.steps[0]
+    wrong = msgspec.structs.replace(step.parts[0], first=10**6, last=2 * 10**6)
+    model = msgspec.structs.replace(step.record.model, parts=(wrong, *step.parts[1:]))
+    manifest = msgspec.structs.replace(step.record, components={"model": model})
+    forged = type(plan)(plan.start, plan.end, plan.snapshot_id, (type(step)("delta", manifest),))
+    source = identify(store, history[0] / "base", workers=1)
+    with pytest.raises(CorruptObject):
+        follow(store, forged, Spool(tmp_path / "parts"), source, lambda *_: None, workers=1, fronts=3)
+    with Fetch(store, forged, Spool(tmp_path / "parts")) as fetch, pytest.raises(CorruptObject) as caught:
+        fetch.wait(wrong, forged.steps[0])
+    assert caught.value.key == wrong.key
 
 
 def test_a_part_without_a_row_is_refused(history, tmp_path) -> None:

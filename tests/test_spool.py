@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -52,6 +53,21 @@ def test_what_was_put_is_opened_again_as_it_was(tmp_path: Path) -> None:
 def test_what_is_not_here_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Spool(tmp_path).open(reference_to())
+
+
+def test_a_part_that_cannot_be_opened_is_told_with_its_path(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.put(DATA, XXH3.of(DATA))
+    _, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, most))
+    try:
+        with pytest.raises(StorageError, match="open files") as caught:
+            spool.open(reference_to())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert str(caught.value.key).startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize("damage", [b"", DATA[:-1], DATA + b"\0", b"\1" + DATA[1:], DATA[:-1] + b"\0"])

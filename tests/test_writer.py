@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import itertools
 import threading
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 import training
 
+import deltastore.intake
 import deltastore.writer
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import (
@@ -315,6 +318,66 @@ def test_an_interrupted_wait_for_the_version_in_flight_begins_nothing(url, base,
         writer.publish(second).result()
         assert one.result().version == 1
     assert holds(second).version == 2
+
+
+@pytest.mark.parametrize("moment", ["before a thread has it", "before it runs", "after it ran"])
+def test_an_interrupt_while_work_is_handed_to_a_thread_leaves_nothing_behind(url, base, holds, monkeypatch, moment):
+    monkeypatch.setattr(deltastore.intake, "_BATCH_BYTES", 1000)
+    first, second = training.step(base, 1), training.step(base, 2)
+    go, ended = threading.Event(), threading.Event()
+    calls = itertools.count(1)
+    with Writer(url) as writer:
+        submit = writer._encoders.submit
+
+        def interrupted(*work):
+            if next(calls) != 3:
+                return submit(*work)
+
+            def late():
+                assert go.wait(60)
+                submit(*work).result()
+                ended.set()
+
+            if moment == "before it runs":
+                threading.Thread(target=late).start()
+            else:
+                ended.set()
+                if moment == "after it ran":
+                    submit(*work).result()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer._encoders, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.publish(first)
+        go.set()
+        assert ended.wait(60)
+        assert writer.publish(second).result().version == 1
+    assert holds(second).version == 1
+
+
+@pytest.mark.parametrize("what", ["publish", "close"])
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_call_in_the_middle_of_a_publish_is_refused_and_changes_nothing(url, base, holds, monkeypatch, what, caught):
+    monkeypatch.setattr(deltastore.intake, "_BATCH_BYTES", 1000)
+    first, second, third = (training.step(base, number) for number in (1, 2, 3))
+
+    def stream(writer):
+        for number, pair in enumerate(first.items()):
+            if number == len(first) // 2:
+                with pytest.raises(PublishError, match="publishing") if caught else contextlib.nullcontext():
+                    writer.publish(second) if what == "publish" else writer.close()
+            yield pair
+
+    with Writer(url) as writer:
+        if caught:
+            writer.publish(stream(writer)).result()
+            assert holds(first).version == 1
+        else:
+            with pytest.raises(PublishError, match="publishing"):
+                writer.publish(stream(writer))
+        writer.publish(third).result()
+    assert holds(third).version == 1 + caught
 
 
 def test_a_closed_writer_publishes_nothing_more(url, base):
