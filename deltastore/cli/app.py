@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import sys
 import traceback
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _INTERRUPTED = 130
+_OPEN_FILES = 1 << 16
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) *([A-Za-z]{0,3})", re.ASCII)
 _UNITS: dict[str, int] = {"B": 1} | {
@@ -77,11 +79,21 @@ class LazyGroup(click.Group):
 
 def run(group: click.Group) -> int:
     """Run a command line; returns the exit code. Errors become two sentences on standard error."""
+    _open_many_files()
     code = _run(group)
     # It is decided how this ends: an interrupt while Python itself ends could only add a traceback.
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
+
+
+def _open_many_files() -> None:
+    """Take what the system grants beyond a shell's usual 1,024: a plan of many steps has parts of each open."""
+    granted, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if granted != resource.RLIM_INFINITY and granted < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _run(group: click.Group) -> int:

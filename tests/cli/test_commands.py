@@ -190,3 +190,27 @@ def test_a_share_of_the_parts_may_be_given_with_its_sign(share, reads, store, co
 @pytest.mark.parametrize("share", ["-1", "101%", "x", "%", "nan"])
 def test_a_share_that_is_none_is_wrong_use(share, store, commands):
     assert commands.run("deltastore", "check", store, "--read-data-subset", share).code == 2
+
+
+def test_a_plan_of_many_steps_needs_no_more_descriptors_than_a_shell_gives(store, tmp_path):
+    import os  # noqa: PLC0415 - only here
+    import resource  # noqa: PLC0415
+    import subprocess  # noqa: PLC0415
+    import sys  # noqa: PLC0415
+    from pathlib import Path  # noqa: PLC0415
+
+    from deltastore import Writer  # noqa: PLC0415
+
+    with Writer(store, base=tmp_path / "base") as writer:
+        for seed in range(1, 41):
+            writer.publish(training.small_snapshot(seed)).result()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ended = subprocess.run(
+        [sys.executable, "-m", "deltastore", "restore", str(store), "40", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (30, most)),
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
