@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], object]
 
-__all__ = ["Fetch", "Replayed", "counter", "open_part", "replay"]
+__all__ = ["Fetch", "Replayed", "counter", "in_turn", "open_part", "replay"]
 
 _Item = TypeVar("_Item")
 
@@ -229,7 +229,7 @@ def _reaches(part: PartRef, window: range) -> bool:
 def _turns(parts: Iterable[PartRef], fronts: list[list[range]]) -> tuple[dict[str, int], dict[str, int]]:
     """Return when each part is needed first, windows being followed in turn, and in how many windows it is needed."""
     starts = [window.start for windows in fronts for window in windows]
-    turn_of = {window.start: turn for turn, window in enumerate(_in_turn(fronts))}
+    turn_of = {window.start: turn for turn, window in enumerate(in_turn(fronts))}
     turns, counts = {}, dict[str, int]()
     for part in parts:
         reached = starts[max(bisect_right(starts, part.first) - 1, 0) : bisect_right(starts, part.last)]
@@ -238,7 +238,7 @@ def _turns(parts: Iterable[PartRef], fronts: list[list[range]]) -> tuple[dict[st
     return turns, counts
 
 
-def _in_turn(fronts: Iterable[Iterable[_Item]]) -> Iterator[_Item]:
+def in_turn(fronts: Iterable[Iterable[_Item]]) -> Iterator[_Item]:
     """Yield the first of each, then the second of each, and so on; those that have ended are left out."""
     left = [iter(front) for front in fronts]
     while left:
@@ -283,7 +283,7 @@ def replay(
             yield from patch.batches(everything=True)
 
     building = counter(progress, "patch", schema.nbytes)
-    work = _in_turn([batches(windows) for windows in fetch.fronts])
+    work = in_turn([batches(windows) for windows in fetch.fronts])
     spent = build(work, read, write, workers=workers, kept=kept, progress=building)
     seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
     return Replayed(after, fetch.downloaded(), fetch.seconds, spent)

@@ -109,7 +109,7 @@ def _apply(pair: Pair, yardstick: Yardstick, ours: dict[str, Ours], settings: Se
     home = Path(tempfile.mkdtemp(dir=settings.directory))
     try:
         yardstick.prepare()
-        in_place, *others = (Files(home / name, pair) for name in ("yardstick", *ours))
+        in_place, *others = (Files(home / name, pair, files=yardstick.threads) for name in ("yardstick", *ours))
         contenders: dict[str, Any] = {"yardstick": lambda: yardstick.apply(in_place)}
         for codec, files, level in zip(ours.values(), others, ours, strict=True):
             codec.prepare()

@@ -2,14 +2,15 @@
 
 Encoding starts from arrays in memory and ends with all that is stored, digests included; ours also leaves the old
 bytes the new ones, as a writer's shadow needs them next, and goes from one snapshot to the other and back in turn.
-Applying goes from or into a file in the page cache: ours reads the old bytes from one file, checks the new digest, and
-writes to another file; the yardstick changes a mapped file in place, and checks afterwards.
+Applying goes from or into files in the page cache, as many as threads: ours reads the old bytes from one file, checks
+the new digest, and writes to another file; the yardstick changes mapped files in place, and checks afterwards.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from deltastore.interop.xor import XorDecoder, XorDelta, XorEncoder, checksum
 from deltastore.manifest import MODEL
 from deltastore.materialize import write_all
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
-from deltastore.patch import Patch
+from deltastore.patch import Patch, build, seal
+from deltastore.replay import in_turn
 from deltastore.shadow import shared_memory
 from deltastore.snapshot import snapshot_id
 
@@ -46,11 +48,14 @@ _RUN = 4
 
 
 class Files:
-    """Two checkpoint directories with the old bytes, in the page cache: ``source`` is read, ``target`` written."""
+    """Two checkpoint directories with the old bytes, in the page cache: ``source`` is read, ``target`` written.
 
-    def __init__(self, directory: Path, pair: Pair) -> None:
-        self.source = write_checkpoint(directory / "source", pair.schema, pair.old)
-        self.target = write_checkpoint(directory / "target", pair.schema, pair.old)
+    Each of about ``files`` files.
+    """
+
+    def __init__(self, directory: Path, pair: Pair, *, files: int = 1) -> None:
+        self.source = write_checkpoint(directory / "source", pair.schema, pair.old, files=files)
+        self.target = write_checkpoint(directory / "target", pair.schema, pair.old, files=files)
 
     def is_new(self, pair: Pair) -> bool:
         """Whether the target holds the new bytes."""
@@ -138,10 +143,17 @@ class Ours:
             for file, offset, start, stop in target.places.stretches(span):
                 write_all(descriptors[file], data[start:stop], offset)
 
-        patch = Patch(self.pair.schema, self._hash, before=self._before)
-        patch.add_delta([self._part])
-        patch.seal(self._after)
-        patch.run(source.read, write, everything=True, workers=self._crew.threads)
+        schema, threads = self.pair.schema, self._crew.threads
+        fronts = min(threads, len(target.layout.files))
+        bounds = [schema.chunks * front // fronts for front in range(fronts + 1)]
+        after = self._before.copy()
+        batches = []
+        for low, high in pairwise(bounds):
+            patch = Patch(schema, self._hash, before=self._before, after=after, window=range(low, high))
+            patch.add_delta([self._part])
+            batches.append(patch.batches(everything=True))
+        build(in_turn(batches), source.read, write, workers=threads)
+        seal(schema, self._hash, after, self._after, key=None)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -151,6 +163,7 @@ class Yardstick:
 
     def __init__(self, pair: Pair, crew: Crew) -> None:
         self.pair = pair
+        self.threads = crew.threads
         self._crew = crew
         self._local = threading.local()
         self._deltas: list[XorDelta] = []

@@ -88,10 +88,10 @@ def repeated(pair: Pair, nbytes: int) -> Pair:
     return Pair(pair.name, pair.source, Schema(specs), old, new)
 
 
-def write_checkpoint(directory: Path, schema: Schema, content: Mapping[str, Bytes]) -> Path:
-    """Write a Hugging Face directory, durably: one file, or shards and their index."""
+def write_checkpoint(directory: Path, schema: Schema, content: Mapping[str, Bytes], *, files: int = 1) -> Path:
+    """Write a Hugging Face directory, durably: one file, or shards and their index, about ``files`` at the least."""
     directory.mkdir(parents=True)
-    shards = _shards(schema)
+    shards = _shards(schema, min(_SHARD_BYTES, -(-schema.nbytes // files)))
     if len(shards) == 1:
         names = ["model.safetensors"]
     else:
@@ -109,11 +109,11 @@ def write_checkpoint(directory: Path, schema: Schema, content: Mapping[str, Byte
     return directory
 
 
-def _shards(schema: Schema) -> list[list[TensorSpec]]:
+def _shards(schema: Schema, shard_bytes: int) -> list[list[TensorSpec]]:
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in _by_alignment(schema):
-        if shards[-1] and filled + spec.nbytes > _SHARD_BYTES:
+        if shards[-1] and filled + spec.nbytes > shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(spec)
