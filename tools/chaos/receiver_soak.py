@@ -299,17 +299,19 @@ class _Scene:
     def _arrive(self, version: int) -> None:
         """Wait until a version is live and served; it has to be the trainer's, in the engine's memory too."""
 
+        expected = self._expected[version].engine
+
         def there() -> bool:
             self._keep_up()
             self._look()
-            if self._looked_at != version or self._engine.served.version != self._label(version):
+            served = self._engine.served  # once: after a repair it is loaded anew, and holds nothing for a moment
+            if self._looked_at != version or served.version != self._label(version):
                 return False
+            assert served.digest == expected, f"the engine's version {version} is not the trainer's: {served}"
             # A new life finds the engine where the last one left it.
             return self._confirmed or self._daemon.status().get("serving") == version
 
         until(there, what=f"version {version} ({self._report.versions} published)")
-        expected = self._expected[version].engine
-        assert self._engine.served.digest == expected, f"the engine's version {version} is not the trainer's"
         self._report.served += 1
         self._confirmed = True
 
