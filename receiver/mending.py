@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from deltastore.errors import DamagedSlot, DeltastoreError
@@ -59,6 +60,12 @@ class Mending:
         self._progress = progress
         self._passed_at = self._scrub.record.passed_at if self._scrub else None
         self._going_on = False
+        self._problem: DeltastoreError | None = None
+
+    @property
+    def problem(self) -> DeltastoreError | None:
+        """What is known to be wrong with the live slot, until it is mended. No engine is to load it meanwhile."""
+        return self._problem
 
     @property
     def going_on(self) -> bool:
@@ -68,14 +75,19 @@ class Mending:
     def mend(self, store: Store, problem: DeltastoreError, adopt: Callable[[], object]) -> None:
         """Mend the live slot, then ``adopt`` it again; raises as ``repair`` does.
 
-        The engine may have loaded what was damaged: it loads and confirms again.
+        The engine may have loaded what was damaged: it loads and confirms again. When that cannot be mended now, it
+        goes on with what it has, and ``problem`` stays; whoever comes after this process finds the damage again.
         """
+        self._problem = problem
+        with suppress(DeltastoreError):  # no record, or no room for one: this life knows, and the next may not
+            self._slots.suspect()
         tell("damaged", f"{problem} It is mended.", level=logging.WARNING, key=problem.key)
         self._status.enter("repairing")
         self._serving.doubt()
         self._going_on = True
         try:
             repaired = self._priority.run(lambda: self._repair(store), leave=self._leave)
+            self._problem = None
             self._status.repaired(repaired)
             tell(
                 "mended",

@@ -274,6 +274,13 @@ class Slots:
             self._write_record(live.name, record, files)
         return Source(checkpoint, record.version, digests)
 
+    def suspect(self) -> None:
+        """Have the live slot's bytes hashed before anybody believes them; raises ``SlotError`` or ``StorageError``."""
+        live = self.live()
+        if live is not None:
+            record = msgspec.structs.replace(live.record, boot_id="", files=())
+            write_file(self.directory / f"{live.name}.json", record_bytes(record), durable=self.durable)
+
     def check_other_files(self, live: LiveSlot) -> None:
         """Raise ``DamagedSlot`` unless a slot's config, tokenizer and the like are those that were recorded."""
         names = damaged_files(live.directory, live.record.other_files, hasher(live.record.hash))

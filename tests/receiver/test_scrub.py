@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import training
+from following import ready_at
 
 import receiver.mending
 from deltastore import Writer, open_store
 from deltastore.digest import hasher
-from deltastore.errors import DamagedSlot
+from deltastore.errors import DamagedSlot, StorageError
 from deltastore.snapshot import CHUNK_BYTES
 from receiver.daemon import Receiver
 from receiver.options import Options
@@ -297,3 +298,51 @@ def test_an_order_waits_until_the_slot_is_mended(
     assert not thread.is_alive()
     assert status.record()["last_repair"]["damaged"] == 1
     training.assert_holds(slots.link, training.load(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "store away", "engine restarted", "receiver restarted"])
+def test_no_engine_loads_what_cannot_be_mended_yet(
+    meanwhile: str, run: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    mendable = False
+    mend = receiver.mending.repair
+
+    def repair(*words: Any, **options: Any) -> Any:
+        tried.append(1)
+        if not mendable:
+            raise StorageError("The store cannot tell now.")
+        return mend(*words, **options)
+
+    def tried_again(made: Any) -> None:
+        before = len(tried)
+        training.until(lambda: made.failure or len(tried) > before + 2, what="trying to mend it again")
+        assert made.failure == []
+
+    monkeypatch.setattr(receiver.mending, "repair", repair)
+    with run.running(scrub_rate=1 << 30) as made:
+        ready_at(made, 1)
+        engine.calls.clear()
+        path = run.live / "model.safetensors"
+        flip(path, path.stat().st_size - 3)
+        tried_again(made)
+        if meanwhile == "store away":
+            run.url.rename(run.root / "away")
+        if meanwhile == "engine restarted":
+            engine.restart()
+        tried_again(made)
+        assert "load" not in engine.calls
+        assert not made.status.ready
+        if meanwhile != "receiver restarted":
+            if meanwhile == "store away":
+                (run.root / "away").rename(run.url)
+            mendable = True
+            ready_at(made, 1)
+    if meanwhile == "receiver restarted":
+        with run.running(scrub_rate=0) as made:
+            tried_again(made)
+            assert "load" not in engine.calls
+            mendable = True
+            ready_at(made, 1)
+    assert engine.served == ["1", "1"]
+    training.assert_holds(run.live, run.snapshots[1])

@@ -298,7 +298,6 @@ class _Scene:
 
     def _arrive(self, version: int) -> None:
         """Wait until a version is live and served; it has to be the trainer's, in the engine's memory too."""
-
         expected = self._expected[version].engine
 
         def there() -> bool:
