@@ -291,8 +291,7 @@ class Receiver:
             tell("lost", f"{self._slots.directory} was removed or replaced. It is begun anew.", level=logging.WARNING)
             self._serving.doubt()
             self._or_mend(self._store, self._adopt)
-        if self._mending.problem is not None:  # first of all: nobody is to load it, nor to build on it
-            self._mending.mend(self._store, self._mending.problem, self._patcher.adopt)
+        self._mending.go_on(self._store, self._patcher.adopt)
         try:
             self._step()
         except DamagedSlot as error:

@@ -63,11 +63,6 @@ class Mending:
         self._problem: DeltastoreError | None = None
 
     @property
-    def problem(self) -> DeltastoreError | None:
-        """What is known to be wrong with the live slot, until it is mended. No engine is to load it meanwhile."""
-        return self._problem
-
-    @property
     def going_on(self) -> bool:
         """Whether the live slot is being mended: an operator's orders wait for that."""
         return self._going_on
@@ -75,8 +70,9 @@ class Mending:
     def mend(self, store: Store, problem: DeltastoreError, adopt: Callable[[], object]) -> None:
         """Mend the live slot, then ``adopt`` it again; raises as ``repair`` does.
 
-        The engine may have loaded what was damaged: it loads and confirms again. When that cannot be mended now, it
-        goes on with what it has, and ``problem`` stays; whoever comes after this process finds the damage again.
+        The engine may have loaded what was damaged: it loads and confirms again. Where it cannot be mended now the
+        engine goes on with what it has, until ``go_on`` succeeds; whoever comes after this process finds the damage
+        again.
         """
         self._problem = problem
         with suppress(DeltastoreError):  # no record, or no room for one: this life knows, and the next may not
@@ -103,6 +99,16 @@ class Mending:
             adopt()
         finally:
             self._going_on = False
+
+    def go_on(self, store: Store, adopt: Callable[[], object]) -> None:
+        """Mend what could not be mended before; raises as ``mend``. Before anybody loads the slot, or builds on it."""
+        if self._problem is None:
+            return
+        if self._slots.live_name() is not None:
+            self.mend(store, self._problem, adopt)
+            return
+        adopt()  # somebody took the link away, to have the slot built anew
+        self._problem = None
 
     def _repair(self, store: Store) -> Repaired:
         return repair(
