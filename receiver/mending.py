@@ -83,7 +83,6 @@ class Mending:
         self._going_on = True
         try:
             repaired = self._priority.run(lambda: self._repair(store), leave=self._leave)
-            self._problem = None
             self._status.repaired(repaired)
             tell(
                 "mended",
@@ -97,6 +96,7 @@ class Mending:
                 fetched_bytes=repaired.fetched_bytes,
             )
             adopt()
+            self._problem = None
         finally:
             self._going_on = False
 
