@@ -21,6 +21,7 @@ from .manifest import BASE_VERSION
 from .part import Part, parse_part, table_size
 from .patch import Patch, Spent, seal
 from .planner import READERS, Planner
+from .shares import Shares
 from .snapshot import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Excerpts:
             if (after[number] != wanted[number]).any():
                 key = next((part.key for _, part in reversed(work)), None)
                 raise CorruptObject(f"{key} leads to other bytes than the version has.", key=key)
-            for batch in patch.batches(everything=True):
+            for batch in patch.batches(Shares(CHUNK_BYTES, workers=1), everything=True):
                 for span in batch.spans:
                     found[number] = np.empty(span.nbytes, np.uint8)
                     patch.build_span(span, batch.work, read, found[number], self._decoder, Spent())

@@ -11,7 +11,9 @@ import numpy as np
 
 from .codec import Encoding
 from .errors import PublishError
-from .shadow import ALIGNMENT, Tiny
+from .memory import ALIGNMENT
+from .shadow import Tiny
+from .shares import Shares
 from .snapshot import CHUNK_BYTES
 from .tensors import DeviceBytes, HostBytes, is_tied_alias, is_tied_partner
 
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Intake"]
 
-#: Work is handed to threads in batches of about this many bytes, however small the tensors are.
-_BATCH_BYTES = 8 << 20
-_RUN_CHUNKS = _BATCH_BYTES // CHUNK_BYTES
+#: Batches have up to about this many bytes, however small the tensors are; and all that threads have at a time up to
+#: about this many, since what is encoded waits in memory until those before it are done.
+_BATCH_BYTES = 16 << 20
+_TOGETHER_BYTES = 64 << 20
+#: Batches that are not collected yet, beyond one a thread.
+_AHEAD = 2
 #: A batch has at most so many tiny tensors, and so many bytes of them.
 _TINY_TENSORS = 2048
 _TINY_BYTES = 1 << 20
@@ -108,6 +113,8 @@ class Intake:
         self._problems: list[tuple[str, str]] = []
         self._aliases: list[tuple[TensorInput, list[bytes]]] = []
         self._batch = _Batch()
+        most = min(_BATCH_BYTES, _TOGETHER_BYTES // workers)
+        self._shares = Shares(schema.nbytes, workers=workers, most=most)
         self._running: deque[Future[list[ChunkRow]]] = deque()
 
     def take(self, tensors: Iterable[TensorInput], *, reusable: bool) -> None:
@@ -161,12 +168,15 @@ class Intake:
             self._batch.copy(position, tensor.bytes, tensor.spec.nbytes)
             return False
         spec = self._schema.tensors[position]
-        for first in range(0, spec.chunks, _RUN_CHUNKS):
-            end = min(first + _RUN_CHUNKS, spec.chunks)
+        first = 0
+        while first < spec.chunks:
+            room = self._shares.size - self._batch.nbytes
+            end = min(first + max(-(-room // CHUNK_BYTES), 1), spec.chunks)
             self._batch.runs.append((position, tensor.bytes, first, end))
             self._batch.nbytes += spec.chunk_range(end - 1)[1] - first * CHUNK_BYTES
-            if self._batch.nbytes >= _BATCH_BYTES:
+            if self._batch.nbytes >= self._shares.size:
                 self._submit()
+            first = end
         return True
 
     def _submit(self) -> None:
@@ -175,8 +185,9 @@ class Intake:
             encoding: Future[list[ChunkRow]] = Future()
             self._running.append(encoding)
             self._pool.submit(_encode, encoding, self._shadow, self._batch)
+            self._shares.take(self._batch.nbytes)
             self._batch = _Batch()
-        while len(self._running) > 2 * self._workers:
+        while len(self._running) > self._workers + _AHEAD:
             self._collect()
 
     def _drain(self) -> None:

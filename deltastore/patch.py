@@ -20,6 +20,8 @@ import numpy as np
 from .codec import DamagedChunk, Encoding
 from .codec.chunk import ChunkDecoder
 from .errors import BaseMismatch, CorruptObject
+from .memory import ALIGNMENT, aligned_memory
+from .shares import Shares
 from .snapshot import CHUNK_BYTES, chunk_spans, snapshot_id
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from .digest import Hasher
     from .part import Part
+    from .places import Places
     from .snapshot import ChunkSpan, Digests, Schema, TensorSpec
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
     Kept = Callable[[ChunkSpan, Bytes], bool]
 
 __all__ = ["Batch", "Patch", "Spent", "build", "default_workers", "read_each", "run_in_order", "seal", "write_each"]
-
-#: A thread's share of work.
-_BATCH_BYTES = 8 << 20
 
 
 def default_workers() -> int:
@@ -150,16 +150,12 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A thread's share of work: a few spans of one patch."""
+    """A thread's share of work: a few spans of one patch, and the bytes of all their chunks."""
 
     patch: Patch
     work: _Work
     spans: tuple[ChunkSpan, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its chunks."""
-        return sum(int((span.stops - span.starts).sum()) for span in self.spans)
+    nbytes: int
 
 
 def build(
@@ -168,6 +164,7 @@ def build(
     write: Write,
     *,
     workers: int,
+    places: Places | None = None,
     kept: Kept | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Spent:
@@ -175,6 +172,7 @@ def build(
 
     Batches are taken a few ahead only; taking one may block without holding up the threads that work on those before.
     ``read`` and ``write`` are called from several threads; ``write`` must be done with the array when it returns.
+    ``places``: where it writes to, if to files: what lies in memory as it does in the file is copied a quarter faster.
     ``kept``: what an attempt before this one may have written; a span that has its digests is not built again.
     ``progress`` is told bytes done. Returns what it took. Raises ``CorruptObject`` or ``BaseMismatch`` before a wrong
     byte is handed on.
@@ -184,10 +182,11 @@ def build(
     def build_batch(batch: Batch) -> tuple[int, Spent]:
         if not hasattr(local, "decoder"):
             local.decoder = ChunkDecoder()
-            local.buffer = np.empty(CHUNK_BYTES, np.uint8)
+            local.buffer = aligned_memory(CHUNK_BYTES + ALIGNMENT)
         spent = Spent()
         for span in batch.spans:
-            out = local.buffer[: span.nbytes]
+            begin = places.phase(span) if places is not None else 0
+            out = local.buffer[begin : begin + span.nbytes]
             if kept is not None and kept(span, out) and batch.patch.has(span, out, spent):
                 continue
             batch.patch.build_span(span, batch.work, read, out, local.decoder, spent)
@@ -310,20 +309,28 @@ class Patch:
         ``write`` are called from several threads; ``write`` must be done with the array when it returns. ``progress``
         is told bytes done. Raises ``CorruptObject`` or ``BaseMismatch`` before the first wrong byte is handed on.
         """
-        build(self.batches(everything=everything), read, write, workers=workers, progress=progress)
+        shares = Shares(self._schema.nbytes, workers=workers)
+        build(self.batches(shares, everything=everything), read, write, workers=workers, progress=progress)
 
-    def batches(self, *, everything: bool) -> Iterator[Batch]:
-        """Cut the window's chunks into batches: all of them, or with ``everything`` unset only the touched ones."""
+    def batches(self, shares: Shares, *, everything: bool) -> Iterator[Batch]:
+        """Cut the window's chunks into batches: all of them, or with ``everything`` unset only the touched ones.
+
+        ``shares``: those of all work that is done together with this.
+        """
         work = _Work(self._parts)
         numbers = np.arange(self._window.start, self._window.stop) if everything else np.unique(work.numbers)
         spans: list[ChunkSpan] = []
+        nbytes = 0
         for span in chunk_spans(self._schema, numbers):
             spans.append(span)
-            if sum(one.nbytes for one in spans) > _BATCH_BYTES - CHUNK_BYTES:
-                yield Batch(self, work, tuple(spans))
-                spans = []
+            nbytes += span.content_bytes
+            if nbytes > shares.size - CHUNK_BYTES:
+                shares.take(nbytes)
+                yield Batch(self, work, tuple(spans), nbytes)
+                spans, nbytes = [], 0
         if spans:
-            yield Batch(self, work, tuple(spans))
+            shares.take(nbytes)
+            yield Batch(self, work, tuple(spans), nbytes)
 
     def build_span(
         self, span: ChunkSpan, work: _Work, read: Read, out: Bytes, decoder: ChunkDecoder, spent: Spent

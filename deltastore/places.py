@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .memory import ALIGNMENT
 from .snapshot import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class Places:
         """Return the files of tensors, given by their numbers in schema order."""
         files: np.ndarray[Any, np.dtype[np.int64]] = self._files[tensors]
         return files
+
+    def phase(self, span: ChunkSpan) -> int:
+        """Return how far into a cache line a span begins in its file: a multiple of 8, for the elements' sake."""
+        _, offset = self.tensor(int(span.tensors[0]))
+        return (offset + int(span.chunks[0]) * CHUNK_BYTES) % ALIGNMENT // 8 * 8
 
     def stretches(self, span: ChunkSpan) -> Iterator[Stretch]:
         """Yield where the chunks of a span lie: as few stretches as neighbours in the span are neighbours in a file."""

@@ -22,6 +22,7 @@ from .errors import CorruptObject
 from .limits import UNLIMITED
 from .part import parse_part
 from .patch import Patch, build, seal
+from .shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .manifest import PartRef
     from .part import Part
     from .patch import Batch, Kept, Read, Spent, Write
+    from .places import Places
     from .plan import Plan, Step
     from .reader import Store
     from .snapshot import Digests
@@ -257,13 +259,15 @@ def replay(
     read: Read,
     write: Write,
     workers: int,
+    places: Places | None = None,
     kept: Kept | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
     """Apply a plan's parts as they come: every chunk of the result is handed to ``write``, hash-checked.
 
-    ``before`` are the chunk digests of what ``read`` reads, uint8 of shape (chunks, digest size). ``kept`` is as for
-    ``build``. Raises ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no use.
+    ``before`` are the chunk digests of what ``read`` reads, uint8 of shape (chunks, digest size). ``places`` and
+    ``kept`` are as for ``build``. Raises ``CorruptObject`` or ``BaseMismatch``; what was written before is then of no
+    use.
     """
     store, plan = fetch.store, fetch.plan
     schema = store.schema()
@@ -271,6 +275,8 @@ def replay(
         before, after = None, np.zeros((schema.chunks, store.hash.size), np.uint8)
     else:
         after = before.copy()
+
+    shares = Shares(schema.nbytes, workers=workers)
 
     def batches(windows: list[range]) -> Iterator[Batch]:
         for window in windows:
@@ -280,11 +286,11 @@ def replay(
                     patch.add_anchor(parts)
                 else:
                     patch.add_delta(parts, inverse=step.kind == "inverse")
-            yield from patch.batches(everything=True)
+            yield from patch.batches(shares, everything=True)
 
     building = counter(progress, "patch", schema.nbytes)
     work = in_turn([batches(windows) for windows in fetch.fronts])
-    spent = build(work, read, write, workers=workers, kept=kept, progress=building)
+    spent = build(work, read, write, workers=workers, places=places, kept=kept, progress=building)
     seal(schema, store.hash, after, plan.snapshot_id, key=_last_key(plan))
     return Replayed(after, fetch.downloaded(), fetch.seconds, spent)
 

@@ -140,6 +140,7 @@ def build_checkpoint(
             read=source.checkpoint.read if source else _nothing,
             write=writer.write,
             workers=workers,
+            places=plain.places,
             kept=writer.read if resume else None,
             progress=progress,
         )

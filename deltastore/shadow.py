@@ -16,6 +16,7 @@ from .codec import DamagedChunk, EncodedChunk, Encoding
 from .codec.chunk import ChunkDecoder
 from .codec.taking import TINY_BYTES, TakingEncoder, take_tiny
 from .errors import CorruptObject
+from .memory import ALIGNMENT, aligned_memory
 from .part import ChunkRow
 from .patch import read_each, run_in_order, write_each
 from .replay import Fetch, replay
@@ -39,15 +40,13 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Positions = np.ndarray[Any, np.dtype[np.int32]]
 
-__all__ = ["ALIGNMENT", "Run", "Shadow", "Tiny", "Version", "shared_memory"]
+__all__ = ["Run", "Shadow", "Tiny", "Version", "shared_memory"]
 
 #: Consecutive chunks of one tensor to encode: its number in schema order, its bytes, first chunk, chunk after the last.
 Run = tuple[int, "TensorBytes", int, int]
 #: One chunk's new bytes: its tensor's number, its own, the bytes, and the elements that changed where that is known.
 Version = tuple[int, int, "Bytes", "Positions | None"]
 
-#: Every tensor starts at a multiple of this: no vector load then crosses from one cache line into the next.
-ALIGNMENT = 64
 #: Rows that a thread applies at a time.
 _BATCH_ROWS = 8
 
@@ -66,11 +65,12 @@ class Tiny(NamedTuple):
 def shared_memory(sizes: Array) -> tuple[Bytes, Array]:
     """Return uint8 memory for arrays of ``sizes`` bytes (int64), and where each of them starts.
 
-    One piece, because NumPy asks for large pages where an array is large: reading is bound by the memory.
+    Each begins a cache line: no vector load then crosses from one into the next. One piece, because NumPy asks for
+    large pages where an array is large: reading is bound by the memory.
     """
     room = -(-sizes // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(room)
-    return np.empty(int(ends[-1]) if ends.size else 0, np.uint8), ends - room
+    return aligned_memory(int(ends[-1]) if ends.size else 0), ends - room
 
 
 class Shadow:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -338,6 +339,11 @@ class ChunkSpan:
         """How much of the buffer is taken, in bytes."""
         return int(self.stops[-1])
 
+    @property
+    def content_bytes(self) -> int:
+        """The bytes of all its chunks: less than ``nbytes`` where some lie between chunks of unlike widths."""
+        return self.nbytes if len(self.numbers) == 1 else int((self.stops - self.starts).sum())
+
     def __iter__(self) -> Iterator[tuple[TensorSpec, int, int, int]]:
         """Yield each chunk's tensor, its number in it, and where it begins and ends in the buffer."""
         columns = (column.tolist() for column in (self.tensors, self.chunks, self.starts, self.stops))
@@ -356,11 +362,12 @@ def chunk_spans(schema: Schema, numbers: Numbers) -> Iterator[ChunkSpan]:
         width = schema.widths[tensors].max()
         ends = np.zeros(len(block) + 1, np.int64)
         np.cumsum(-(-sizes // width) * width, out=ends[1:])
+        bounds = ends.tolist()
         low = 0
         while low < len(block):
-            high = int(np.searchsorted(ends, ends[low] + CHUNK_BYTES, side="right")) - 1
+            high = bisect_right(bounds, bounds[low] + CHUNK_BYTES) - 1
             chosen = slice(low, high)
-            starts = ends[chosen] - ends[low]
+            starts = ends[chosen] - bounds[low]
             yield ChunkSpan(schema, block[chosen], tensors[chosen], chunks[chosen], starts, starts + sizes[chosen])
             low = high
 

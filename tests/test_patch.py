@@ -10,14 +10,20 @@ import reference
 from reference import DENSE, FULL, SPARSE
 
 from deltastore.codec import EncodedChunk, Encoding
+from deltastore.container import build_header, parse_header
 from deltastore.digest import hasher
 from deltastore.errors import BaseMismatch, CorruptObject
+from deltastore.memory import ALIGNMENT
 from deltastore.part import ChunkRow, Part, PartIdentity, build_part, parse_part
-from deltastore.patch import Patch, _Work, default_workers, read_each, run_in_order, write_each
+from deltastore.patch import Patch, _Work, build, default_workers, read_each, run_in_order, write_each
+from deltastore.places import Places
+from deltastore.shares import Shares
 from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from deltastore.snapshot import ChunkSpan
 
 XXH3 = hasher("xxh3-128")
 SHAPES = {
@@ -456,6 +462,28 @@ def test_a_failing_reader_or_writer_stops_the_run_with_its_own_error() -> None:
     assert target.written == {}
     with pytest.raises(OSError, match="unplugged"):
         patch.run(read_each(target.read), fail, everything=True, workers=2)
+
+
+@pytest.mark.parametrize("padding", range(0, 64, 8))
+def test_buffers_lie_in_memory_as_chunks_do_in_their_file(padding: int) -> None:
+    patch = patch_from(ZERO)
+    patch.add_delta([part_of(rows_between(ZERO, ONE))])
+    names = ("single", "big", "bytes", "double", "empty")  # some begin between two multiples of 8
+    header = build_header([(name, *SHAPES[name]) for name in names], {"padding": padding * "-"})
+    places = Places([parse_header(header, key="file")], SCHEMA)
+    source, target = Target(ZERO), Target(ZERO)
+    phases: list[tuple[int, int]] = []
+
+    def write(span: ChunkSpan, data: np.ndarray) -> None:
+        offset = next(iter(places.stretches(span))).offset
+        phases.append((data.ctypes.data % ALIGNMENT, offset % ALIGNMENT))
+        write_each(target.write)(span, data)
+
+    shares = Shares(SCHEMA.nbytes, workers=2)
+    build(patch.batches(shares, everything=True), read_each(source.read), write, workers=2, places=places)
+    assert target.result() == ONE
+    assert phases
+    assert all(memory <= file < memory + 8 for memory, file in phases)
 
 
 def test_the_digests_given_are_not_written_to() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from deltastore.checkpoint import Layout, WeightFile, open_checkpoint
 from deltastore.container import build_header, parse_header
 from deltastore.materialize import DirectoryWriter
+from deltastore.memory import ALIGNMENT
 from deltastore.places import Places, Stretch
 from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec, chunk_spans
 
@@ -42,6 +43,17 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, Schema]:
     for spec in draw(st.permutations(specs)):
         files[draw(st.integers(0, 2))].append(spec)
     return layout_of(*(file for file in files if file))
+
+
+@given(layouts())
+def test_a_phase_is_where_a_span_begins_in_a_cache_line(found: tuple[Layout, Schema]) -> None:
+    layout, schema = found
+    places = places_of(layout, schema)
+    for span in chunk_spans(schema, np.arange(schema.chunks)):
+        phase = places.phase(span)
+        offset = next(iter(places.stretches(span))).offset
+        assert phase % 8 == 0
+        assert phase <= offset % ALIGNMENT < phase + 8
 
 
 @given(layouts(), st.data())

@@ -12,7 +12,6 @@ import pytest
 import torch
 import training
 
-import deltastore.intake
 import deltastore.writer
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import (
@@ -26,6 +25,7 @@ from deltastore.errors import (
     VersionConflict,
     WriterFenced,
 )
+from deltastore.shares import Shares
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import Effect, Fault, FaultyBackend
 
@@ -322,7 +322,7 @@ def test_an_interrupted_wait_for_the_version_in_flight_begins_nothing(url, base,
 
 @pytest.mark.parametrize("moment", ["before a thread has it", "before it runs", "after it ran"])
 def test_an_interrupt_while_work_is_handed_to_a_thread_leaves_nothing_behind(url, base, holds, monkeypatch, moment):
-    monkeypatch.setattr(deltastore.intake, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(Shares, "size", 1000)
     first, second = training.step(base, 1), training.step(base, 2)
     go, ended = threading.Event(), threading.Event()
     calls = itertools.count(1)
@@ -359,7 +359,7 @@ def test_an_interrupt_while_work_is_handed_to_a_thread_leaves_nothing_behind(url
 @pytest.mark.parametrize("what", ["publish", "close"])
 @pytest.mark.parametrize("caught", [True, False])
 def test_a_call_in_the_middle_of_a_publish_is_refused_and_changes_nothing(url, base, holds, monkeypatch, what, caught):
-    monkeypatch.setattr(deltastore.intake, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(Shares, "size", 1000)
     first, second, third = (training.step(base, number) for number in (1, 2, 3))
 
     def stream(writer):

@@ -127,10 +127,14 @@ class StreamReader:
         raw.flags.writeable = False
         return raw
 
+    def _next_stored(self) -> tuple[int, memoryview]:
+        """Return the method and the stored bytes of the next stream."""
+        method, stored_size = _HEAD.unpack(self.take(_HEAD.size))
+        return method, self.take(stored_size)
+
     def _next_halves(self, raw_size: int) -> tuple[Bytes, Bytes]:
         """Return the next stream as flags and values, both read-only; no flags where it is whole."""
-        method, stored_size = _HEAD.unpack(self.take(_HEAD.size))
-        stored = self.take(stored_size)
+        method, stored = self._next_stored()
         if method != APART or not raw_size:
             return _NO_FLAGS, self._whole(method, stored, raw_size)
         inner = StreamReader(stored, self._decompressor)
@@ -140,8 +144,7 @@ class StreamReader:
         return flags, values
 
     def _next_whole(self, raw_size: int) -> Bytes:
-        method, stored_size = _HEAD.unpack(self.take(_HEAD.size))
-        return self._whole(method, self.take(stored_size), raw_size)
+        return self._whole(*self._next_stored(), raw_size)
 
     def _whole(self, method: int, stored: memoryview, raw_size: int) -> Bytes:
         stored_size = len(stored)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,12 +26,13 @@ from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.patch import Patch, build, seal
 from deltastore.replay import in_turn
 from deltastore.shadow import shared_memory
+from deltastore.shares import Shares
 from deltastore.snapshot import snapshot_id
 
 from .pairs import write_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from deltastore.snapshot import ChunkSpan, Digests, Schema, TensorSpec
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Files", "Ours", "Yardstick"]
 
+_Item = TypeVar("_Item")
+
 _IDENTITY = PartIdentity("0" * 32, 1, "0" * 32, MODEL)
-_RUN = 4
 
 
 class Files:
@@ -63,11 +65,26 @@ class Files:
         return all(np.array_equal(found.tensor(spec.name), pair.new[spec.name]) for spec in pair.schema)
 
 
-def _runs(schema: Schema) -> Iterator[tuple[TensorSpec, int, int]]:
-    """Cut all tensors into the runs of chunks that threads share out: (tensor, first chunk, chunk after the last)."""
+def _shared_out(items: Iterable[tuple[_Item, int]], nbytes: int, threads: int) -> list[list[_Item]]:
+    """Cut items and their bytes, ``nbytes`` together, into what threads are handed at a time."""
+    shares = Shares(nbytes, workers=threads)
+    cut: list[list[_Item]] = [[]]
+    filled = 0
+    for item, size in items:
+        cut[-1].append(item)
+        filled += size
+        if filled >= shares.size:
+            shares.take(filled)
+            cut.append([])
+            filled = 0
+    return cut
+
+
+def _chunks(schema: Schema) -> Iterator[tuple[tuple[TensorSpec, int], int]]:
     for spec in schema:
-        for first in range(0, spec.chunks, _RUN):
-            yield spec, first, min(first + _RUN, spec.chunks)
+        for chunk in range(spec.chunks):
+            start, stop = spec.chunk_range(chunk)
+            yield (spec, chunk), stop - start
 
 
 class Ours:
@@ -86,6 +103,7 @@ class Ours:
         for start, (name, data) in zip(starts.tolist(), pair.old.items(), strict=True):
             self._shadow[name] = memory[start : start + data.size]
             np.copyto(self._shadow[name], data)
+        self._shares = _shared_out(_chunks(pair.schema), pair.nbytes, crew.threads)
         self._ways = [(pair.new, self._digests(pair.old)), (pair.old, self._digests(pair.new))]
         self._before = self._ways[0][1]
 
@@ -100,31 +118,30 @@ class Ours:
 
     def encode(self) -> None:
         """Encode the whole pair, one way or the other."""
-        results = self._crew.map(self._encode_run, _runs(self.pair.schema))
+        results = self._crew.map(self._encode_share, self._shares)
         rows = [row for rows in results for row in rows]
         if self._ways[0][0] is self.pair.new:
             self._rows = rows
             self.stored_bytes = sum(len(row.encoded.payload) for row in rows)
         self._ways.reverse()
 
-    def _encode_run(self, run: tuple[TensorSpec, int, int]) -> list[ChunkRow]:
-        local = self._local
+    def _encode_share(self, share: list[tuple[TensorSpec, int]]) -> list[ChunkRow]:
+        local, schema = self._local, self.pair.schema
         if not hasattr(local, "encoder"):
             local.encoder = TakingEncoder(self._level)
-        spec, first, end = run
         given, digests = self._ways[0]
-        old_tensor, new_tensor = self._shadow[spec.name], given[spec.name]
-        position = self.pair.schema.position(spec.name)
-        number = self.pair.schema.chunk_number(spec.name, 0)
         rows = []
-        for chunk in range(first, end):
+        for spec, chunk in share:
             start, stop = spec.chunk_range(chunk)
-            encoded = local.encoder.take(old_tensor[start:stop], new_tensor[start:stop], width=spec.width)
-            if encoded is not None:
-                before = digests[number + chunk].tobytes()
-                rows.append(ChunkRow(position, chunk, encoded, before, self._hash.digest(local.encoder.kept)))
-                if encoded.encoding == Encoding.FULL:  # a writer's shadow follows these after the commit
-                    np.copyto(old_tensor[start:stop], local.encoder.kept)
+            old, new = self._shadow[spec.name][start:stop], given[spec.name][start:stop]
+            encoded = local.encoder.take(old, new, width=spec.width)
+            if encoded is None:
+                continue
+            before = digests[schema.chunk_number(spec.name, chunk)].tobytes()
+            after = self._hash.digest(local.encoder.kept)
+            rows.append(ChunkRow(schema.position(spec.name), chunk, encoded, before, after))
+            if encoded.encoding == Encoding.FULL:  # a writer's shadow follows these after the commit
+                np.copyto(old, local.encoder.kept)
         return rows
 
     def prepare(self) -> None:
@@ -146,13 +163,13 @@ class Ours:
         schema, threads = self.pair.schema, self._crew.threads
         fronts = min(threads, len(target.layout.files))
         bounds = [schema.chunks * front // fronts for front in range(fronts + 1)]
-        after = self._before.copy()
+        after, shares = self._before.copy(), Shares(schema.nbytes, workers=threads)
         batches = []
         for low, high in pairwise(bounds):
             patch = Patch(schema, self._hash, before=self._before, after=after, window=range(low, high))
             patch.add_delta([self._part])
-            batches.append(patch.batches(everything=True))
-        build(in_turn(batches), source.read, write, workers=threads)
+            batches.append(patch.batches(shares, everything=True))
+        build(in_turn(batches), source.read, write, workers=threads, places=target.places)
         seal(schema, self._hash, after, self._after, key=None)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -165,6 +182,7 @@ class Yardstick:
         self.pair = pair
         self.threads = crew.threads
         self._crew = crew
+        self._shares = _shared_out([(spec, spec.nbytes) for spec in pair.schema], pair.nbytes, crew.threads)
         self._local = threading.local()
         self._deltas: list[XorDelta] = []
         self._old_checksums: list[str] = []
@@ -173,14 +191,15 @@ class Yardstick:
 
     def encode(self) -> None:
         """Encode the whole pair."""
-        self._deltas = self._crew.map(self._encode_tensor, self.pair.schema)
+        results = self._crew.map(self._encode_share, self._shares)
+        self._deltas = [delta for deltas in results for delta in deltas]
         self.stored_bytes = sum(len(delta.frame) for delta in self._deltas)
 
-    def _encode_tensor(self, spec: TensorSpec) -> XorDelta:
+    def _encode_share(self, share: list[TensorSpec]) -> list[XorDelta]:
         if not hasattr(self._local, "encoder"):
             self._local.encoder = XorEncoder()
-        delta: XorDelta = self._local.encoder.encode(self.pair.old[spec.name], self.pair.new[spec.name])
-        return delta
+        old, new = self.pair.old, self.pair.new
+        return [self._local.encoder.encode(old[spec.name], new[spec.name]) for spec in share]
 
     def prepare(self) -> None:
         """Note the checksums of the old bytes: the way back, so that every round has something to do."""
@@ -194,13 +213,14 @@ class Yardstick:
             mapped = np.asarray(np.memmap(files.target / file.name, np.uint8, "r+"))
             places |= {placed.spec.name: (mapped, placed.start, placed.end) for placed in file.header.tensors}
 
-        def patch(number: int) -> None:
+        def patch(share: list[TensorSpec]) -> None:
             if not hasattr(self._local, "decoder"):
                 self._local.decoder = XorDecoder()
-            spec, delta = self.pair.schema.tensors[number], self._deltas[number]
-            mapped, start, end = places[spec.name]
-            wanted = delta.checksum if self._forward else self._old_checksums[number]
-            self._local.decoder.apply(mapped[start:end], delta.frame, wanted, name=spec.name)
+            for spec in share:
+                number = self.pair.schema.position(spec.name)
+                delta, (mapped, start, end) = self._deltas[number], places[spec.name]
+                wanted = delta.checksum if self._forward else self._old_checksums[number]
+                self._local.decoder.apply(mapped[start:end], delta.frame, wanted, name=spec.name)
 
-        self._crew.map(patch, range(len(self.pair.schema)))
+        self._crew.map(patch, self._shares)
         self._forward = not self._forward

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltastore.shares import Shares
+from deltastore.snapshot import CHUNK_BYTES
+
+
+@given(st.integers(0, 1 << 36), st.integers(1, 64), st.integers(0, 64 << 20))
+def test_shares_shrink_to_a_chunk_and_never_pass_the_limit(nbytes: int, workers: int, most: int) -> None:
+    shares = Shares(nbytes, workers=workers, most=most)
+    sizes, left = [], nbytes
+    while left > 0 and len(sizes) < 3000:
+        sizes.append(shares.size)
+        shares.take(sizes[-1])
+        left -= sizes[-1]
+    assert all(CHUNK_BYTES <= size <= max(most, CHUNK_BYTES) for size in sizes)
+    assert all(following <= size for size, following in pairwise(sizes))
+    if left <= 0 and len(sizes) > 1:
+        # Whoever takes the last share keeps the others waiting no longer than for a chunk.
+        assert sizes[-1] == CHUNK_BYTES
+
+
+def test_more_than_was_announced_is_cut_into_chunks() -> None:
+    shares = Shares(CHUNK_BYTES, workers=2)
+    for _ in range(5):
+        shares.take(CHUNK_BYTES)
+        assert shares.size == CHUNK_BYTES
