@@ -68,6 +68,8 @@ _APART_SHARE = 0.3
 _APART_FROM = 256
 #: Signs are looked at from so many bytes on: a shorter sample of noise looks less random than it is.
 _SAMPLED_FROM = 1024
+#: Elements counted at a time, in lanes as narrow as they are: no byte overflows.
+_COUNTED = 128
 #: Changed elements of one vector that are listed without asking how many there are: a wrong guess of the branch
 #: costs more.
 _UNASKED = 4
@@ -76,15 +78,22 @@ _UNASKED = 4
 @jit
 def count_many(old: Array, new: Array) -> tuple[int, int]:
     """Count the elements that differ, and those whose difference is far: more than an eighth of the value range."""
-    width = old.itemsize
-    eighth = old.dtype.type(1 << (8 * width - 3))
-    quarter = old.dtype.type(1 << (8 * width - 2))
+    kind = old.dtype.type
+    eighth = kind(1 << (8 * old.itemsize - 3))
+    quarter = kind(1 << (8 * old.itemsize - 2))
+    one, zero = kind(1), kind(0)
     changed = 0
     far = 0
-    for i in range(old.size):
-        difference = old.dtype.type(new[i] - old[i])
-        changed += difference != 0
-        far += old.dtype.type(difference + eighth) > quarter
+    for start in range(0, old.size, _COUNTED):
+        before = old[start : start + _COUNTED]
+        after = new[start : start + _COUNTED]
+        some, some_far = zero, zero
+        for i in range(before.size):
+            difference = kind(after[i] - before[i])
+            some = kind(some + (one if difference else zero))
+            some_far = kind(some_far + (one if kind(difference + eighth) > quarter else zero))
+        changed += some
+        far += some_far
     return changed, far
 
 
@@ -101,6 +110,16 @@ def list_lanes(mask: Any, start: int, positions: Array, found: int) -> int:
         mask = np.uint32(mask & (mask - np.uint32(1)))
         place += 1
     return end
+
+
+@jit_step
+def _keep(values: Array, out: Array, start: int, stop: int) -> None:
+    """Copy elements to the same place in ``out``: numba's own copy of a slice goes one by one."""
+    whole = stop - (stop - start) % LANES
+    for place in range(start, whole, LANES):
+        keep_lanes(values, out, place)
+    for i in range(whole, stop):
+        out[i] = values[i]
 
 
 @jit
@@ -133,8 +152,8 @@ def find_changes(
         for j in range(first, found):
             differences[j] = old.dtype.type(kept[positions[j]] - old[positions[j]])
         if found > limit or (hasty and stop <= begin + 4 * BLOCK and 2 * found > stop - begin):
-            kept[:begin] = old[:begin]
-            kept[stop:] = new[stop:]
+            _keep(old, kept, 0, begin)
+            _keep(new, kept, stop, new.size)
             return -1
         block = stop
     for i in range(whole, old.size):
@@ -144,7 +163,7 @@ def find_changes(
             differences[found] = old.dtype.type(kept[i] - old[i])
             found += 1
     if found:
-        kept[:begin] = old[:begin]
+        _keep(old, kept, 0, begin)
     return found if found <= limit else -1
 
 
@@ -250,6 +269,11 @@ def _write_gaps(positions: Array, gaps: Array) -> int:
 
 @jit_step
 def _split_planes(values: Array, planes: Array) -> None:
+    if values.itemsize == 1:
+        row = planes[0]
+        for i in range(values.size):
+            row[i] = values[i]
+        return
     for plane in range(values.itemsize):
         row = planes[plane]
         for i in range(values.size):
@@ -265,17 +289,18 @@ def split_planes(values: Array, planes: Array) -> None:
 @jit_step
 def _split_differences(differences: Array, signs: Array, planes: Array) -> None:
     kind = differences.dtype.type
-    top = 8 * differences.itemsize - 1
+    half = kind(1 << (8 * differences.itemsize - 1))
+    one = kind(1)
+    ones = kind(kind(0) - one)
     magnitudes = np.empty(BLOCK, differences.dtype)
     negatives = np.zeros(BLOCK, np.uint8)
     for start in range(0, differences.size, BLOCK):
         # Slices, not start + i: LLVM turns a loop into vectors only where it sees that no index is negative.
         piece = differences[start : start + BLOCK]
         for i in range(piece.size):
-            negative = kind(piece[i] >> top)
-            ones = kind(kind(0) - negative)
-            magnitudes[i] = kind(kind(kind(piece[i] ^ ones) + negative) - kind(1))
-            negatives[i] = np.uint8(negative)
+            negative = piece[i] >= half
+            magnitudes[i] = kind(piece[i] ^ ones) if negative else kind(piece[i] - one)
+            negatives[i] = negative
         negatives[piece.size :] = 0
         packed = signs[start >> 3 : (start + BLOCK) >> 3]
         for byte in range(packed.size):
@@ -322,15 +347,21 @@ def split_changes(
 @jit_step
 def _join_zeros(flags: Array, values: Array, out: Array) -> None:
     """Fill ``out`` (uint8) with values where flags are set, and zeros elsewhere."""
+    out[:] = 0
     if not values.size:
-        out[:] = 0
         return
     last = values.size - 1
     found = 0
-    for i in range(out.size):
-        flag = (flags[i >> 3] >> (i & 7)) & 1
-        out[i] = values[min(found, last)] * flag
-        found += flag
+    for start in range(0, out.size, 64):
+        word = np.uint64(0)
+        for byte in range(start >> 3, min((start >> 3) + 8, flags.size)):
+            word |= np.uint64(flags[byte]) << np.uint64(8 * byte - start)
+        if start + 64 > out.size:
+            word &= (np.uint64(1) << np.uint64(out.size - start)) - np.uint64(1)
+        while word:
+            out[start + lowest_bit(word)] = values[min(found, last)]
+            found += 1
+            word &= word - np.uint64(1)
 
 
 @jit_step
@@ -359,14 +390,30 @@ def join_planes(out: Array, planes: Halves) -> None:
             _put_plane(out, values, plane)
 
 
+@jit_step
+def _spread_bits(packed: Array, bits: Array) -> None:
+    """Write the bits of ``packed`` (uint8), least significant first, as bytes: uint8, eight times as long."""
+    for byte in range(packed.size):
+        # A product lays seven copies side by side, each a bit further: one bit of each stays.
+        seven = np.uint64(packed[byte] & 127) * np.uint64(0x0002040810204081)
+        spread = (seven | np.uint64(packed[byte] >> 7) << np.uint64(56)) & np.uint64(0x0101010101010101)
+        for bit in range(8):
+            bits[8 * byte + bit] = np.uint8(spread >> np.uint64(8 * bit) & np.uint64(1))
+
+
 @jit
 def join_differences(signs: Array, planes: Halves, differences: Array) -> None:
     """Put differences together again from ``signs``, one bit a difference, and ``planes`` (see ``join_planes``)."""
     kind = differences.dtype.type
+    one = kind(1)
+    ones = kind(kind(0) - one)
     join_planes(differences, planes)
-    for i in range(differences.size):
-        negative = kind((signs[i >> 3] >> (i & 7)) & 1)
-        differences[i] = kind(kind(kind(differences[i] + kind(1)) ^ kind(kind(0) - negative)) + negative)
+    negatives = np.empty(BLOCK, np.uint8)
+    for start in range(0, differences.size, BLOCK):
+        piece = differences[start : start + BLOCK]
+        _spread_bits(signs[start >> 3 : (start + piece.size + 7) >> 3], negatives)
+        for i in range(piece.size):
+            piece[i] = kind(piece[i] ^ ones) if negatives[i] else kind(piece[i] + one)
 
 
 @jit
@@ -405,15 +452,17 @@ def zigzag_planes(old: Array, new: Array, planes: Array) -> None:
     The differences 0, -1, 1, -2, 2 … become 0, 1, 2, 3, 4 ….
     """
     kind = old.dtype.type
-    top = 8 * old.itemsize - 1
+    half = kind(1 << (8 * old.itemsize - 1))
+    zero = kind(0)
+    ones = kind(zero - kind(1))
     zigzag = np.empty(BLOCK, old.dtype)
     for start in range(0, old.size, BLOCK):
         before = old[start : start + BLOCK]
         after = new[start : start + BLOCK]
         for i in range(before.size):
             difference = kind(after[i] - before[i])
-            negative = kind(kind(0) - kind(difference >> top))
-            zigzag[i] = kind(kind(difference << 1) ^ negative)
+            # A choice, not a shift of the sign: machines have no vector shift of bytes.
+            zigzag[i] = kind(kind(difference + difference) ^ (ones if difference >= half else zero))
         _split_planes(zigzag[: before.size], planes[:, start : start + BLOCK])
 
 
