@@ -113,20 +113,27 @@ class Intake:
         self._problems: list[tuple[str, str]] = []
         self._aliases: list[tuple[TensorInput, list[bytes]]] = []
         self._batch = _Batch()
-        most = min(_BATCH_BYTES, _TOGETHER_BYTES // workers)
-        self._shares = Shares(schema.nbytes, workers=workers, most=most)
+        self._shares = self._share_out(schema.nbytes)
         self._running: deque[Future[list[ChunkRow]]] = deque()
 
     def take(self, tensors: Iterable[TensorInput], *, reusable: bool) -> None:
         """Encode tensors. Unless ``reusable``, nothing of one is read any more once the next is asked for."""
         try:
             for tensor in tensors:
-                if self._admit(tensor) and self._add(tensor) and not reusable:
+                if not self._admit(tensor):
+                    continue
+                if not reusable:
+                    self._shares = self._share_out(tensor.spec.nbytes)
+                if self._add(tensor) and not reusable:
                     self._drain()
             self._drain()
         except BaseException:
             self._stop()
             raise
+
+    def _share_out(self, nbytes: int) -> Shares:
+        """Cut bytes, which threads have to be done with together, into batches."""
+        return Shares(nbytes, workers=self._workers, most=min(_BATCH_BYTES, _TOGETHER_BYTES // self._workers))
 
     def _stop(self) -> None:
         """Begin no other encoding and wait for those that run: nothing is read any more afterwards."""

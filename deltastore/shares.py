@@ -10,7 +10,7 @@ _MOST = 8 << 20
 
 
 class Shares:
-    """Shares of ``nbytes`` bytes of work: ever smaller towards the end, so that all threads come to it together.
+    """Shares of ``nbytes`` bytes of work: ever smaller towards the end, so that several threads come to it together.
 
     A large one costs less to hand over, a small one leaves less to wait for. ``most``: bytes that a share has at the
     most, a chunk at the least. Used from one thread.
@@ -26,7 +26,8 @@ class Shares:
     @property
     def size(self) -> int:
         """The bytes that the next share may have, but for the chunk that fills it."""
-        return max(min(self._most, self._left // (2 * self._workers)), CHUNK_BYTES)
+        share = self._left // (2 * self._workers) if self._workers > 1 else self._most
+        return max(min(self._most, share), CHUNK_BYTES)
 
     def take(self, nbytes: int) -> None:
         """Count a share that was handed over."""
