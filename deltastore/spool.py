@@ -113,6 +113,8 @@ class Spool:
         path = self._path(digest)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.draft")  # the same bytes may come twice at once
         try:
+            # Cleaners of temporary directories take one away that was of no use for days.
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)
             with draft.open("wb") as stream:
                 stream.write(data)
             draft.replace(path)
@@ -122,7 +124,7 @@ class Spool:
             raise disk_error(error, path) from error
 
     def open(self, reference: PartRef) -> memoryview:
-        """Return a spooled part as a read-only map, verified. Raises ``FileNotFoundError`` when it is not here."""
+        """Return a spooled part as a read-only map, verified. Raises ``StorageError`` when it is not here any more."""
         return self._map(self._path(reference.digest), reference)
 
     def _map(self, path: Path, reference: PartRef) -> memoryview:
@@ -131,9 +133,7 @@ class Spool:
                 if os.fstat(stream.fileno()).st_size != reference.size:
                     raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise
-        except OSError as error:  # too many open files, too many maps
+        except OSError as error:  # taken away, too many open files, too many maps
             raise disk_error(error, path) from error
         _check_digest(mapped, reference)
         return memoryview(mapped)
@@ -144,7 +144,7 @@ class Spool:
         for part in references:
             if not self._path(part.digest).exists():
                 missing += part.size
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     missing -= min(self._partial(part).stat().st_size, part.size)
         return missing
 
@@ -160,9 +160,10 @@ class Spool:
 
         ``proceed`` is called before each request, and may raise to leave off.
         """
-        with suppress(FileNotFoundError, CorruptObject):
-            self.open(reference).release()
-            return 0
+        if self._path(reference.digest).exists():
+            with suppress(CorruptObject):
+                self.open(reference).release()
+                return 0
         _check_limit(reference, MAX_PART_BYTES)
         small = reference.size <= limits.piece_bytes and not self._partial(reference).exists()
         if not small and not reads_whole(backend, reference.key):
@@ -180,12 +181,12 @@ class Spool:
             self._map(partial, reference).release()
         except CorruptObject:
             # A machine that lost power may have kept a file's length and not its bytes; or a piece came wrong.
-            partial.unlink()
+            partial.unlink(missing_ok=True)
             downloaded += self._gather(partial, backend, reference, limits, proceed)
             try:
                 self._map(partial, reference).release()
             except CorruptObject:
-                partial.unlink()
+                partial.unlink(missing_ok=True)
                 raise
         try:
             partial.replace(self._path(reference.digest))
@@ -224,15 +225,14 @@ class Spool:
                     path.unlink()
 
     def remove(self, reference: PartRef) -> None:
-        """Forget one part."""
-        with suppress(FileNotFoundError):
-            self._path(reference.digest).unlink()
-        with suppress(FileNotFoundError):
-            self._partial(reference).unlink()
+        """Forget one part. One that cannot be removed costs room and nothing else."""
+        for path in (self._path(reference.digest), self._partial(reference)):
+            with suppress(OSError):
+                path.unlink()
 
     def clear(self) -> None:
         """Forget all parts."""
-        for path in self.directory.iterdir():
+        for path in self.directory.glob("*"):
             with suppress(OSError):
                 path.unlink()
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,9 @@ from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, DiskFull, StorageError
 from deltastore.limits import Limits
 from deltastore.manifest import PartRef
-from deltastore.spool import Spool, disk_error, read_object
+from deltastore.spool import Spool, TemporarySpool, disk_error, read_object
 from deltastore.storage.cache import CachedBackend
 from deltastore.storage.cache_directory import CacheDirectory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 XXH3 = hasher("xxh3-128")
 DATA = bytes(range(256)) * 4
@@ -51,8 +50,32 @@ def test_what_was_put_is_opened_again_as_it_was(tmp_path: Path) -> None:
 
 
 def test_what_is_not_here_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(StorageError, match="No such file") as caught:
         Spool(tmp_path).open(reference_to())
+    assert str(caught.value.key).startswith(str(tmp_path))
+
+
+def test_a_directory_that_was_cleaned_away_is_made_anew(tmp_path: Path) -> None:
+    with TemporarySpool(tmp_path) as spool:
+        spool.directory.rmdir()  # as cleaners of /tmp do after days without use
+        spool.clear()
+        spool.remove(reference_to())
+        spool.put(DATA, XXH3.of(DATA))
+        with spool.open(reference_to()) as view:
+            assert bytes(view) == DATA
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_cannot_be_removed_costs_room_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    spool = Spool(tmp_path)
+    spool.put(DATA, XXH3.of(DATA))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    spool.remove(reference_to())
 
 
 def test_a_part_that_cannot_be_opened_is_told_with_its_path(tmp_path: Path) -> None:
