@@ -12,7 +12,9 @@ import pytest
 import torch
 import training
 
+import deltastore.attempt
 import deltastore.intake
+import deltastore.manifest
 import deltastore.writer
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import (
@@ -402,6 +404,20 @@ def test_a_failing_store_leaves_the_next_publish_right(url, base, faulty, holds,
         published = writer.publish(second).result()
     # A commit in doubt is settled by sending it again.
     assert published.version == (1 if operation == "write" else 2)
+    holds(second)
+
+
+def test_a_version_of_too_many_parts_is_refused_and_leaves_the_next_publish_right(url, base, holds, monkeypatch):
+    first, second = training.step(base, 1), training.step(base, 2)
+    with Writer(url) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(deltastore.attempt, "_PART_ROWS", 1)
+            patch.setattr(deltastore.manifest, "MAX_MANIFEST_BYTES", 2000)
+            patch.setattr(deltastore.writer, "MAX_MANIFEST_BYTES", 2000)
+            with pytest.raises(UsageError, match="2000"):
+                writer.publish(first).result()
+        assert not list((url / "parts").glob("0000000001/*/*"))
+        assert writer.publish(second).result().version == 1
     holds(second)
 
 
