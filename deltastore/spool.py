@@ -10,7 +10,9 @@ import errno
 import mmap
 import os
 import secrets
+import shutil
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -237,23 +239,35 @@ class Spool:
                 path.unlink()
 
 
+def _remove_directory(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 class TemporarySpool(Spool):
-    """A spool in a new directory below ``parent`` (the system's temporary one unless given), which goes with it."""
+    """A spool in a new directory below ``parent`` (the system's temporary one unless given), which goes with it.
+
+    It belongs to the process that made it: a child that was forked leaves it alone.
+    """
 
     def __init__(self, parent: str | Path | None = None) -> None:
         try:
-            self._temporary = tempfile.TemporaryDirectory(prefix="deltastore-", dir=parent, ignore_cleanup_errors=True)
+            directory = Path(tempfile.mkdtemp(prefix="deltastore-", dir=parent)).absolute()
         except OSError as error:
             raise disk_error(error, Path(parent or os.environ.get("TMPDIR", "/tmp"))) from error  # noqa: S108 - only named
-        super().__init__(Path(self._temporary.name))
+        self._owner = os.getpid()
+        self._left = weakref.finalize(self, _remove_directory, directory, self._owner)
+        super().__init__(directory)
 
     def close(self) -> None:
         """Remove the directory with all that is in it, to the end even if it is interrupted once."""
         try:
-            self._temporary.cleanup()
+            _remove_directory(self.directory, self._owner)
         except KeyboardInterrupt:
-            self._temporary.cleanup()
+            _remove_directory(self.directory, self._owner)
             raise
+        finally:
+            self._left.detach()
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import os
+import signal
 import threading
 
 import numpy as np
@@ -390,6 +392,45 @@ def test_a_closed_writer_publishes_nothing_more(url, base):
     with pytest.raises(PublishError, match="closed"):
         writer.publish(base)
     assert writer.version == 1
+
+
+@pytest.mark.parametrize("ending", ["closes", "publishes", "exits"])
+def test_a_child_that_is_forked_in_the_middle_of_a_publish_disturbs_nothing(url, base, holds, monkeypatch, ending):
+    monkeypatch.setattr(deltastore.attempt, "_MEMORY_BYTES", 0)  # parts wait in the spool
+    monkeypatch.setattr(deltastore.attempt, "_PART_ROWS", 1)
+    first, second = training.step(base, 1), training.step(base, 2)
+
+    def forking(writer):
+        for number, pair in enumerate(first.items()):
+            if number == 6:
+                child = os.fork()
+                if not child:
+                    _end(writer, base, ending)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            yield pair
+
+    with Writer(url) as writer:
+        assert writer.publish(forking(writer)).result().version == 1
+        holds(first)
+        writer.publish(second).result()
+    holds(second)
+
+
+def _end(writer, snapshot, ending):
+    """End this process as a child does that has its parent's writer; with a signal if it hangs."""
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    writer._publishing = False  # the child's own call, later
+    try:
+        if ending == "closes":
+            writer.close()
+        elif ending == "publishes":
+            with pytest.raises(PublishError, match="forked"):
+                writer.publish(snapshot)
+        writer._spool.close()
+        writer._spool._left()
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 @pytest.mark.parametrize("operation", ["write", "create"])
