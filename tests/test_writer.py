@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import threading
 
@@ -446,6 +447,37 @@ def test_a_failing_store_leaves_the_next_publish_right(url, base, faulty, holds,
     # A commit in doubt is settled by sending it again.
     assert published.version == (1 if operation == "write" else 2)
     holds(second)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["committed", "given up"])
+def test_a_version_of_more_spooled_parts_than_there_are_descriptors_is_followed(tmp_path, monkeypatch, fails):
+    monkeypatch.setattr(deltastore.attempt, "_MEMORY_BYTES", 0)
+    generator = torch.Generator().manual_seed(1)
+    names = [f"layers.{number:03}.weight" for number in range(120)]
+    before = {name: torch.randn(5000, generator=generator) for name in names}
+    # Whole chunks, which the shadow follows at the end; or a few elements, which are taken back.
+    after = {name: -2 * tensor for name, tensor in before.items()}
+    if fails:
+        after = {name: tensor.clone().index_fill_(0, torch.tensor([7]), 1.5) for name, tensor in before.items()}
+    _, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Writer(tmp_path / "store", base=training.save(tmp_path / "base", before), workers=1) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(deltastore.attempt, "_PART_ROWS", 1)
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 40, most))
+            try:
+                if fails:
+                    with pytest.raises(PublishError, match="missing"):
+                        writer.publish(dict(list(after.items())[:-1]))
+                else:
+                    writer.publish(after).result()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        after = {name: tensor + 1 for name, tensor in after.items()}
+        assert writer.publish(after).result().version == 2 - fails
+    open_store(tmp_path / "store").restore(2 - fails, tmp_path / "restored")
+    training.assert_holds(tmp_path / "restored", after)
 
 
 def test_a_version_of_too_many_parts_is_refused_and_leaves_the_next_publish_right(url, base, holds, monkeypatch):
