@@ -6,6 +6,7 @@ and a torn file does no harm. A large part is fetched in pieces, into a partial 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -16,6 +17,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .digest import DEFAULT_HASH, hasher
 from .errors import CorruptObject, DiskFull, StorageError
@@ -32,6 +35,14 @@ if TYPE_CHECKING:
     from .limits import Limits
     from .manifest import ObjectRef, PartRef
     from .storage import Backend
+    from .storage.base import Buffer
+
+_library = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _library.mmap, _library.munmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 __all__ = ["Spool", "TemporarySpool", "disk_error", "read_object"]
 
@@ -82,14 +93,30 @@ def _check_length(data: bytes, wanted: int, reference: ObjectRef | PartRef) -> N
         )
 
 
-def _check_digest(data: bytes | mmap.mmap, reference: ObjectRef | PartRef) -> None:
+def _check_digest(data: Buffer, reference: ObjectRef | PartRef) -> None:
     name, _, _ = reference.digest.partition(":")
-    if hasher(name).of(memoryview(data)) != reference.digest:
+    if hasher(name).of(data) != reference.digest:
         raise CorruptObject(
             f"{reference.key} is damaged: its bytes do not have the recorded digest.",
             key=reference.key,
             hint="Run `deltastore check --read-data` on the store.",
         )
+
+
+def _mapped(descriptor: int, size: int) -> memoryview:
+    """Map a file of ``size`` bytes read-only; raises ``OSError``.
+
+    Python's own maps each keep a descriptor, and a plan of a thousand steps has a thousand parts open at once.
+    """
+    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _munmap, address, size).atexit = False
+    content = np.frombuffer(memoryview(memory), np.uint8)
+    content.flags.writeable = False
+    view: memoryview = content.data
+    return view
 
 
 class Spool:
@@ -134,11 +161,11 @@ class Spool:
             with path.open("rb") as stream:
                 if os.fstat(stream.fileno()).st_size != reference.size:
                     raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped = _mapped(stream.fileno(), reference.size)
         except OSError as error:  # taken away, too many open files, too many maps
             raise disk_error(error, path) from error
         _check_digest(mapped, reference)
-        return memoryview(mapped)
+        return mapped
 
     def missing_bytes(self, references: Iterable[PartRef]) -> int:
         """Return how many bytes of these parts are not here yet."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deltastore.digest import hasher
@@ -91,6 +93,22 @@ def test_a_part_that_cannot_be_opened_is_told_with_its_path(tmp_path: Path) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert str(caught.value.key).startswith(str(tmp_path))
+
+
+def test_open_parts_take_no_descriptors_and_their_maps_go_with_them(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.put(DATA, XXH3.of(DATA))
+    (path,) = tmp_path.iterdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    arrays = [np.frombuffer(spool.open(reference_to()), np.uint8)[1:] for _ in range(50)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert Path("/proc/self/maps").read_text().count(str(path)) == 50
+    del arrays[1:]
+    gc.collect()
+    assert Path("/proc/self/maps").read_text().count(str(path)) == 1
+    assert arrays[0].tobytes() == DATA[1:]
+    with spool.open(reference_to()) as view:
+        assert (view.readonly, view.format, view.nbytes) == (True, "B", len(DATA))
 
 
 @pytest.mark.parametrize("damage", [b"", DATA[:-1], DATA + b"\0", b"\1" + DATA[1:], DATA[:-1] + b"\0"])
