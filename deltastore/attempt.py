@@ -16,7 +16,7 @@ from .part import PartIdentity, build_part, parse_part
 from .snapshot import Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from .digest import Hasher
     from .part import ChunkRow, Part
@@ -158,13 +158,17 @@ class Attempt:
             upload.result()
         self._pool.shutdown()
 
-    def parts(self, schema: Schema, component: str = MODEL) -> list[Part]:
-        """Return the component's parts as the store has them, and the open one if it is this component's."""
+    def parts(self, schema: Schema, component: str = MODEL) -> Iterator[Part]:
+        """Yield the component's parts as the store has them, and the open one if it is this component's.
+
+        One at a time: each that is spooled takes a descriptor as long as somebody has it, and there may be thousands.
+        """
         identity = self._identity(component)
-        kept = [(self._read(reference), reference.key) for reference in self._parts.get(component, [])]
+        for reference in self._parts.get(component, []):
+            yield parse_part(self._read(reference), identity, schema, self._hash, key=reference.key)
         if self._rows and component == self._component:
-            kept.append((build_part(self._rows, identity, digest_size=self._hash.size), "the open part"))
-        return [parse_part(data, identity, schema, self._hash, key=key) for data, key in kept]
+            data = build_part(self._rows, identity, digest_size=self._hash.size)
+            yield parse_part(data, identity, schema, self._hash, key="the open part")
 
     def drop(self) -> None:
         """Free the memory and the disk that the parts took."""

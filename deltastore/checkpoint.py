@@ -38,6 +38,8 @@ _WHOLE = "model.safetensors"
 _OTHER_WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".pkl", ".tmp"}
 )
+#: So is what is larger, whatever its name: the other files are held in memory whole, and sent to every new host.
+_MAX_OTHER_BYTES = 128 << 20
 _MAX_INDEX_BYTES = 512 << 20
 #: How many files a checkpoint has of which this is one.
 _SHARD = re.compile(r"-[0-9]{5,}-of-([0-9]{5,9})\.safetensors\Z")
@@ -242,8 +244,15 @@ def _other_files(root: Path, weights: set[str]) -> Iterator[str]:
     for name, path in _visible_files(root):
         if name in weights or path.suffix.lower() in _OTHER_WEIGHTS:  # an index may give weights any name
             continue
-        if is_safe_path(name):
+        if is_safe_path(name) and _is_small(path):
             yield name
+
+
+def _is_small(path: Path) -> bool:
+    try:
+        return path.stat().st_size <= _MAX_OTHER_BYTES
+    except OSError:  # taken away since it was listed
+        return False
 
 
 def is_safe_path(name: str) -> bool:

@@ -225,8 +225,19 @@ class LatestHint(msgspec.Struct, frozen=True):
 
 
 def encode_manifest(manifest: Manifest, *, hash_function: Hasher, signer: Signer | None = None) -> bytes:
-    """Return a manifest as it is stored: its canonical JSON, the digest of that line, and a signature if it has one."""
-    return encode_record(manifest, hash_function=hash_function, signer=signer, kind="manifest")
+    """Return a manifest as it is stored: its canonical JSON, the digest of that line, and a signature if it has one.
+
+    Raises ``UsageError`` for one that no reader would take, before any of it is sent.
+    """
+    data = encode_record(manifest, hash_function=hash_function, signer=signer, kind="manifest")
+    if len(data) > MAX_MANIFEST_BYTES:
+        key = manifest_key(manifest.version)
+        raise UsageError(
+            f"{key} would have {len(data)} bytes; the format allows {MAX_MANIFEST_BYTES}.",
+            key=key,
+            hint="So many bytes changed that one version cannot name all their parts (docs/format.md, section 8).",
+        )
+    return data
 
 
 def encode_latest(hint: LatestHint) -> bytes:

@@ -109,8 +109,17 @@ class Store:
         if component not in self._schemas:
             reference = self.stream.schemas[component]
             data = read_object(self.backend, reference, limit=MAX_SCHEMA_BYTES)
-            self._schemas[component] = Schema.from_json(data, key=reference.key)
+            schema = Schema.from_json(data, key=reference.key)
+            self._check_size(component, schema, reference.key)
+            self._schemas[component] = schema
         return self._schemas[component]
+
+    def _check_size(self, component: str, schema: Schema, key: str) -> None:
+        """Raise ``CorruptObject`` unless a schema is as large as the base is: a few names may claim any size."""
+        base = self.base.components[component]
+        room = base.digests.size if base.digests is not None else 0
+        if schema.chunks * self.hash.size > min(room, MAX_TABLE_BYTES) or schema.nbytes != base.snapshot_bytes:
+            raise CorruptObject(f"The schema {key} is of another size than the base.", key=key)
 
     def base_digests(self, component: str = MODEL) -> Digests:
         """Return the chunk digests of version 0.

@@ -24,7 +24,7 @@ from .snapshot import CHUNK_BYTES
 from .tensors import DeviceBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .device import DeviceShadow
     from .digest import Hasher
@@ -241,14 +241,14 @@ class Shadow:
 
     # Following, and going back
 
-    def advance(self, parts: Callable[[], Sequence[Part]], digests: Digests, *, workers: int) -> None:
+    def advance(self, parts: Callable[[], Iterable[Part]], digests: Digests, *, workers: int) -> None:
         """Become the version that was committed: ``parts`` are its own, asked for only if some was not followed yet."""
         if (self.digests != digests).any(axis=1).sum() != self._ahead.sum():
             self._apply(parts(), backwards=False, workers=workers)
         self.digests = digests
         self._ahead[:] = False
 
-    def take_back(self, parts: Sequence[Part], *, workers: int) -> None:
+    def take_back(self, parts: Iterable[Part], *, workers: int) -> None:
         """Become the last committed version again, out of the parts of the attempt that is given up.
 
         May be called again after it was interrupted. Raises ``CorruptObject`` when the old bytes cannot be had.
@@ -264,7 +264,7 @@ class Shadow:
                 stored = row.encoded.encoding, row.encoded.changed, memoryview(row.encoded.payload)
                 self._rebuild(row.tensor, row.chunk, *stored, row.old_digest, backwards=True, key=None)
 
-    def _apply(self, parts: Sequence[Part], *, backwards: bool, workers: int) -> None:
+    def _apply(self, parts: Iterable[Part], *, backwards: bool, workers: int) -> None:
         """Lead the chunks that are ahead back, or those that are not yet there forward, each one hash-checked."""
 
         def batches() -> Iterator[tuple[Part, list[int]]]:

@@ -6,14 +6,19 @@ and a torn file does no harm. A large part is fetched in pieces, into a partial 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import secrets
+import shutil
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .digest import DEFAULT_HASH, hasher
 from .errors import CorruptObject, DiskFull, StorageError
@@ -30,6 +35,14 @@ if TYPE_CHECKING:
     from .limits import Limits
     from .manifest import ObjectRef, PartRef
     from .storage import Backend
+    from .storage.base import Buffer
+
+_library = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _library.mmap, _library.munmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 __all__ = ["Spool", "TemporarySpool", "disk_error", "read_object"]
 
@@ -80,14 +93,30 @@ def _check_length(data: bytes, wanted: int, reference: ObjectRef | PartRef) -> N
         )
 
 
-def _check_digest(data: bytes | mmap.mmap, reference: ObjectRef | PartRef) -> None:
+def _check_digest(data: Buffer, reference: ObjectRef | PartRef) -> None:
     name, _, _ = reference.digest.partition(":")
-    if hasher(name).of(memoryview(data)) != reference.digest:
+    if hasher(name).of(data) != reference.digest:
         raise CorruptObject(
             f"{reference.key} is damaged: its bytes do not have the recorded digest.",
             key=reference.key,
             hint="Run `deltastore check --read-data` on the store.",
         )
+
+
+def _mapped(descriptor: int, size: int) -> memoryview:
+    """Map a file of ``size`` bytes read-only; raises ``OSError``.
+
+    Python's own maps each keep a descriptor, and a plan of a thousand steps has a thousand parts open at once.
+    """
+    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _munmap, address, size).atexit = False
+    content = np.frombuffer(memoryview(memory), np.uint8)
+    content.flags.writeable = False
+    view: memoryview = content.data
+    return view
 
 
 class Spool:
@@ -113,6 +142,8 @@ class Spool:
         path = self._path(digest)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.draft")  # the same bytes may come twice at once
         try:
+            # Cleaners of temporary directories take one away that was of no use for days.
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)
             with draft.open("wb") as stream:
                 stream.write(data)
             draft.replace(path)
@@ -122,7 +153,7 @@ class Spool:
             raise disk_error(error, path) from error
 
     def open(self, reference: PartRef) -> memoryview:
-        """Return a spooled part as a read-only map, verified. Raises ``FileNotFoundError`` when it is not here."""
+        """Return a spooled part as a read-only map, verified. Raises ``StorageError`` when it is not here any more."""
         return self._map(self._path(reference.digest), reference)
 
     def _map(self, path: Path, reference: PartRef) -> memoryview:
@@ -130,13 +161,11 @@ class Spool:
             with path.open("rb") as stream:
                 if os.fstat(stream.fileno()).st_size != reference.size:
                     raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise
-        except OSError as error:  # too many open files, too many maps
+                mapped = _mapped(stream.fileno(), reference.size)
+        except OSError as error:  # taken away, too many open files, too many maps
             raise disk_error(error, path) from error
         _check_digest(mapped, reference)
-        return memoryview(mapped)
+        return mapped
 
     def missing_bytes(self, references: Iterable[PartRef]) -> int:
         """Return how many bytes of these parts are not here yet."""
@@ -144,7 +173,7 @@ class Spool:
         for part in references:
             if not self._path(part.digest).exists():
                 missing += part.size
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     missing -= min(self._partial(part).stat().st_size, part.size)
         return missing
 
@@ -160,9 +189,10 @@ class Spool:
 
         ``proceed`` is called before each request, and may raise to leave off.
         """
-        with suppress(FileNotFoundError, CorruptObject):
-            self.open(reference).release()
-            return 0
+        if self._path(reference.digest).exists():
+            with suppress(CorruptObject):
+                self.open(reference).release()
+                return 0
         _check_limit(reference, MAX_PART_BYTES)
         small = reference.size <= limits.piece_bytes and not self._partial(reference).exists()
         if not small and not reads_whole(backend, reference.key):
@@ -180,12 +210,12 @@ class Spool:
             self._map(partial, reference).release()
         except CorruptObject:
             # A machine that lost power may have kept a file's length and not its bytes; or a piece came wrong.
-            partial.unlink()
+            partial.unlink(missing_ok=True)
             downloaded += self._gather(partial, backend, reference, limits, proceed)
             try:
                 self._map(partial, reference).release()
             except CorruptObject:
-                partial.unlink()
+                partial.unlink(missing_ok=True)
                 raise
         try:
             partial.replace(self._path(reference.digest))
@@ -224,36 +254,47 @@ class Spool:
                     path.unlink()
 
     def remove(self, reference: PartRef) -> None:
-        """Forget one part."""
-        with suppress(FileNotFoundError):
-            self._path(reference.digest).unlink()
-        with suppress(FileNotFoundError):
-            self._partial(reference).unlink()
+        """Forget one part. One that cannot be removed costs room and nothing else."""
+        for path in (self._path(reference.digest), self._partial(reference)):
+            with suppress(OSError):
+                path.unlink()
 
     def clear(self) -> None:
         """Forget all parts."""
-        for path in self.directory.iterdir():
+        for path in self.directory.glob("*"):
             with suppress(OSError):
                 path.unlink()
 
 
+def _remove_directory(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 class TemporarySpool(Spool):
-    """A spool in a new directory below ``parent`` (the system's temporary one unless given), which goes with it."""
+    """A spool in a new directory below ``parent`` (the system's temporary one unless given), which goes with it.
+
+    It belongs to the process that made it: a child that was forked leaves it alone.
+    """
 
     def __init__(self, parent: str | Path | None = None) -> None:
         try:
-            self._temporary = tempfile.TemporaryDirectory(prefix="deltastore-", dir=parent, ignore_cleanup_errors=True)
+            directory = Path(tempfile.mkdtemp(prefix="deltastore-", dir=parent)).absolute()
         except OSError as error:
             raise disk_error(error, Path(parent or os.environ.get("TMPDIR", "/tmp"))) from error  # noqa: S108 - only named
-        super().__init__(Path(self._temporary.name))
+        self._owner = os.getpid()
+        self._left = weakref.finalize(self, _remove_directory, directory, self._owner)
+        super().__init__(directory)
 
     def close(self) -> None:
         """Remove the directory with all that is in it, to the end even if it is interrupted once."""
         try:
-            self._temporary.cleanup()
+            _remove_directory(self.directory, self._owner)
         except KeyboardInterrupt:
-            self._temporary.cleanup()
+            _remove_directory(self.directory, self._owner)
             raise
+        finally:
+            self._left.detach()
 
     def __enter__(self) -> Self:
         return self

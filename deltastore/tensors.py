@@ -173,6 +173,7 @@ class _Plain:
                 and value.layout is self._strided
                 and value.is_contiguous()
                 and not value.is_neg()
+                and _is_all_there(value)
                 and (address := value.data_ptr())
             ):
                 return HostBytes(value, address)
@@ -256,6 +257,15 @@ _EMPTY = np.empty(0, np.uint8)
 
 
 def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorBytes]:
+    try:
+        return _plain_bytes(name, value)
+    except (RuntimeError, TypeError) as error:  # torch's words for what has no bytes
+        raise PublishError(
+            f"The bytes of {name} cannot be had: {error}", tensors=(name,), hint="Publish plain tensors."
+        ) from error
+
+
+def _plain_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorBytes]:
     import torch  # noqa: PLC0415 - the caller has it already: it made the tensor
 
     if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
@@ -268,6 +278,12 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
         flat = torch.view_as_real(flat.resolve_conj())
     if flat.is_neg():
         flat = flat.resolve_neg()
+    if not _is_all_there(flat):
+        raise PublishError(
+            f"{name} has no memory of its own: its storage was freed, or it stands for other tensors.",
+            tensors=(name,),
+            hint="Gather it first: sharded training keeps a parameter's memory only while it is used.",
+        )
     # A view where memory is contiguous; a copy on the tensor's own device where it is not.
     flat = _flat(flat.contiguous())
     if _on_host(flat):
@@ -275,6 +291,19 @@ def _torch_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], TensorByt
     # The trainer's own stream may still be writing; streams of other threads do not wait for it by themselves.
     ready = torch.cuda.current_stream(flat.device).record_event() if flat.device.type == "cuda" else None
     return dtype, shape, DeviceBytes(flat, ready)
+
+
+def _is_all_there(value: Any) -> bool:
+    """Tell whether a tensor that is not empty has memory for all of its elements.
+
+    Sharded training frees a parameter's storage and leaves its shape: torch would read whatever lies there now.
+    """
+    if value.is_contiguous():
+        reach = value.numel()
+    else:
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    end = (value.storage_offset() + reach) * value.element_size()
+    return bool(end <= value.untyped_storage().nbytes() and value.data_ptr())
 
 
 def _flat(value: Any) -> Any:

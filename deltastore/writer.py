@@ -6,6 +6,7 @@ snapshot: the shadow, ahead of the store while a version is on its way, is led b
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -162,6 +163,7 @@ class Writer:
         self._doubt: _Sent | None = None
         self._fenced: DeltastoreError | None = None
         self._closed = False
+        self._owner = os.getpid()
         self._publishing = False
         self._anchoring: Anchoring | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
@@ -450,6 +452,8 @@ class Writer:
         """Wait for the version in flight and settle one in doubt; raise if this writer may not publish."""
         if self._closed:
             raise PublishError("The writer is closed.", hint="Open a new one.")
+        if self._owner != os.getpid():
+            raise PublishError("The writer belongs to the process that this one was forked from.")
         # One thread commits: when it comes to this, the version in flight is done. Its own publication tells its fate;
         # what matters here is how we stand now. An interruption of the wait is raised, and nothing is begun.
         self._committer.submit(_nothing).result()
@@ -469,9 +473,10 @@ class Writer:
     def close(self) -> None:
         """Wait for the version in flight, settle one in doubt, and free memory and disk.
 
-        Raises ``CommitInDoubt`` if it stays so.
+        Raises ``CommitInDoubt`` if it stays so. Does nothing in a process that was forked from the writer's own: its
+        threads, which all of this waits for, are not there.
         """
-        if self._closed:
+        if self._closed or self._owner != os.getpid():
             return
         self._check_idle()
         try:

@@ -153,6 +153,7 @@ class Patcher(Rollback):
             # through.
             self._base = self._slots.link.resolve()
             return None
+        seen = self._slots.seen()  # before they are hashed: somebody may still write to them
         source = identify(self._store, self._slots.link, workers=self._workers, progress=self._progress)
         if others := source.checkpoint.left_behind():
             # No version has them, and a slot is emptied sooner or later: they are not ours to delete.
@@ -161,7 +162,7 @@ class Patcher(Rollback):
             )
             self._base = self._slots.link
             return None
-        self._slots.adopt(source, self._store.manifest(source.version), self._store.hash)
+        self._slots.adopt(source, self._store.manifest(source.version), self._store.hash, seen=seen)
         return self.adopt()
 
     def move_to(self, target: Manifest, *, newest: Callable[[], Manifest] | None = None) -> Patched:

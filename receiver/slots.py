@@ -394,8 +394,19 @@ class Slots:
         except OSError as error:
             raise disk_error(error, self.directory) from error
 
-    def finish(self, name: Literal["a", "b"], held: Source, manifest: Manifest, hash_function: Hasher) -> None:
-        """Record what a whole slot holds, which is on the disk by now; its goal is reached."""
+    def finish(
+        self,
+        name: Literal["a", "b"],
+        held: Source,
+        manifest: Manifest,
+        hash_function: Hasher,
+        *,
+        files: tuple[File, ...] | None = None,
+    ) -> None:
+        """Record what a whole slot holds, which is on the disk by now; its goal is reached.
+
+        ``files``: those that were hashed, as they were before, where somebody else may have written to them meanwhile.
+        """
         record = SlotRecord(
             format=FORMAT,
             stream_id=manifest.stream_id,
@@ -414,7 +425,7 @@ class Slots:
             raise disk_error(error, path) from error
         digests = np.ascontiguousarray(held.digests).tobytes()
         write_file(self.directory / f"{name}.digests", digests, durable=self.durable)
-        self._write_record(name, record, _settled(held.checkpoint))
+        self._write_record(name, record, _settled(held.checkpoint) if files is None else files)
 
     def _write_record(self, name: str, record: SlotRecord, files: tuple[File, ...]) -> None:
         current = msgspec.structs.replace(record, boot_id=_boot_id(), files=files)
@@ -451,13 +462,20 @@ class Slots:
         except OSError as error:
             raise disk_error(error, self.link) from error
 
-    def adopt(self, source: Source, manifest: Manifest, hash_function: Hasher) -> None:
+    def seen(self) -> tuple[File, ...]:
+        """Return the weight files of what is at the path, if a write from now on is sure to show in their times."""
+        files = _files(open_checkpoint(self.link))
+        now = time.time_ns()
+        return files if all(file.modified_ns <= now - _COARSE * 10**9 for file in files) else ()
+
+    def adopt(self, source: Source, manifest: Manifest, hash_function: Hasher, *, seen: tuple[File, ...] = ()) -> None:
         """Take the plain directory at the path as slot a.
 
-        It changes places with the link in one step, no byte is copied.
+        It changes places with the link in one step, no byte is copied. ``seen``: its files as they were before they
+        were hashed; those that are others by now are hashed again before they are believed.
         """
         name, directory = self.prepare()
-        self.finish(name, source, manifest, hash_function)
+        self.finish(name, source, manifest, hash_function, files=seen)
         try:
             directory.rmdir()
             directory.symlink_to(f"{self.directory.name}/{name}")
@@ -487,7 +505,11 @@ class Slots:
 def _files(checkpoint: Checkpoint) -> tuple[File, ...]:
     files = []
     for file in checkpoint.layout.files:
-        status = (checkpoint.directory / file.name).stat()
+        path = checkpoint.directory / file.name
+        try:
+            status = path.stat()
+        except OSError as error:  # taken away since it was opened
+            raise disk_error(error, path) from error
         files.append(File(file.name, status.st_size, status.st_mtime_ns, status.st_ino))
     return tuple(files)
 

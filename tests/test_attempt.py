@@ -58,7 +58,7 @@ def test_parts_are_closed_when_they_are_full_and_tell_their_range(
     assert all(part.key.startswith(f"parts/0000000003/{attempt.attempt_id}/model-") for part in parts)
     for part in parts:
         assert XXH3.of((tmp_path / "store" / part.key).read_bytes()) == part.digest
-    read = attempt.parts(SCHEMA)
+    read = list(attempt.parts(SCHEMA))
     assert [number for part in read for number in part.numbers.tolist()] == list(range(7))
 
 

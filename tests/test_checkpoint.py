@@ -414,6 +414,18 @@ def test_a_file_whose_name_is_not_unicode_is_left_behind(tmp_path: Path) -> None
     assert open_checkpoint(tmp_path).other_files == ()
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_large_file_of_whatever_name_is_left_behind(more: int, tmp_path: Path) -> None:
+    save_whole(tmp_path, SMALL)
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    with (tmp_path / "model.onnx_data").open("wb") as stream:
+        stream.truncate((128 << 20) + more)
+    opened = open_checkpoint(tmp_path)
+    large = ("model.onnx_data",)
+    assert opened.other_files == (("tokenizer.json",) if more else (*large, "tokenizer.json"))
+    assert opened.left_behind() == (large if more else ())
+
+
 def test_a_link_that_is_swapped_later_leads_to_one_checkpoint_to_the_end(tmp_path: Path) -> None:
     for name in ("old", "new"):
         save_shards(tmp_path / name, SMALL, 2)

@@ -1,24 +1,25 @@
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import resource
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, DiskFull, StorageError
 from deltastore.limits import Limits
 from deltastore.manifest import PartRef
-from deltastore.spool import Spool, disk_error, read_object
+from deltastore.spool import Spool, TemporarySpool, disk_error, read_object
 from deltastore.storage.cache import CachedBackend
 from deltastore.storage.cache_directory import CacheDirectory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 XXH3 = hasher("xxh3-128")
 DATA = bytes(range(256)) * 4
@@ -51,8 +52,32 @@ def test_what_was_put_is_opened_again_as_it_was(tmp_path: Path) -> None:
 
 
 def test_what_is_not_here_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(StorageError, match="No such file") as caught:
         Spool(tmp_path).open(reference_to())
+    assert str(caught.value.key).startswith(str(tmp_path))
+
+
+def test_a_directory_that_was_cleaned_away_is_made_anew(tmp_path: Path) -> None:
+    with TemporarySpool(tmp_path) as spool:
+        spool.directory.rmdir()  # as cleaners of /tmp do after days without use
+        spool.clear()
+        spool.remove(reference_to())
+        spool.put(DATA, XXH3.of(DATA))
+        with spool.open(reference_to()) as view:
+            assert bytes(view) == DATA
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_cannot_be_removed_costs_room_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    spool = Spool(tmp_path)
+    spool.put(DATA, XXH3.of(DATA))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    spool.remove(reference_to())
 
 
 def test_a_part_that_cannot_be_opened_is_told_with_its_path(tmp_path: Path) -> None:
@@ -68,6 +93,22 @@ def test_a_part_that_cannot_be_opened_is_told_with_its_path(tmp_path: Path) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert str(caught.value.key).startswith(str(tmp_path))
+
+
+def test_open_parts_take_no_descriptors_and_their_maps_go_with_them(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.put(DATA, XXH3.of(DATA))
+    (path,) = tmp_path.iterdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    arrays = [np.frombuffer(spool.open(reference_to()), np.uint8)[1:] for _ in range(50)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert Path("/proc/self/maps").read_text().count(str(path)) == 50
+    del arrays[1:]
+    gc.collect()
+    assert Path("/proc/self/maps").read_text().count(str(path)) == 1
+    assert arrays[0].tobytes() == DATA[1:]
+    with spool.open(reference_to()) as view:
+        assert (view.readonly, view.format, view.nbytes) == (True, "B", len(DATA))
 
 
 @pytest.mark.parametrize("damage", [b"", DATA[:-1], DATA + b"\0", b"\1" + DATA[1:], DATA[:-1] + b"\0"])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import safetensors_file
 from safetensors.torch import save
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltastore.checkpoint import open_checkpoint
 from deltastore.container import parse_header
@@ -21,6 +22,9 @@ from deltastore.tensors import (
     is_tied_partner,
     named_tensors,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EMPTY = Schema([])
 
@@ -279,6 +283,45 @@ def test_quantized_tensors_are_refused() -> None:
         pytest.skip("This torch quantizes no more.")
     with pytest.raises(PublishError):
         taken(value)
+
+
+def shrunk(value: torch.Tensor, size: int) -> torch.Tensor:
+    """Return a tensor whose storage was cut to so many bytes; its shape stays, as in sharded training (FSDP)."""
+    value.untyped_storage().resize_(size)
+    return value
+
+
+def escaped(transform: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a function sees under one of torch's transforms."""
+    seen: list[torch.Tensor] = []
+    transform(lambda given: (seen.append(given), given)[1])(value)
+    return seen[0]
+
+
+WITHOUT_BYTES: dict[str, Callable[[], Any]] = {
+    "freed": lambda: shrunk(torch.ones(10), 0),
+    "freed parameter": lambda: shrunk(torch.nn.Parameter(torch.ones(10)), 0),
+    "half freed": lambda: shrunk(torch.ones(10), 20),
+    "freed but for an offset": lambda: shrunk(torch.ones(20)[10:], 40),
+    "freed, with strides": lambda: shrunk(torch.ones(10, 10)[:, 0], 36),
+    "freed, transposed": lambda: shrunk(torch.ones(2, 5).t(), 0),
+    "freed, complex": lambda: shrunk(torch.ones(10, dtype=torch.complex64), 0),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(10)),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(10)),
+    "zeros of automatic differentiation": lambda: torch._efficientzerotensor((10,)),
+    "not initialized": torch.nn.parameter.UninitializedParameter,
+    "batched": lambda: escaped(torch.func.vmap, torch.ones(3, 10)),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(4)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", WITHOUT_BYTES)
+def test_a_tensor_whose_bytes_cannot_be_had_is_refused_by_name(kind: str) -> None:
+    for name in ("expected", "unknown"):
+        with pytest.raises(PublishError, match=name) as caught:
+            list(named_tensors({name: WITHOUT_BYTES[kind]()}, Schema([TensorSpec("expected", "F32", (10,))])))
+        assert caught.value.tensors == (name,)
 
 
 # Names.

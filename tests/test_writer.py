@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import os
+import resource
+import signal
 import threading
 
 import numpy as np
@@ -12,6 +15,8 @@ import pytest
 import torch
 import training
 
+import deltastore.attempt
+import deltastore.manifest
 import deltastore.writer
 from deltastore import Writer, open_checkpoint, open_store
 from deltastore.errors import (
@@ -390,6 +395,45 @@ def test_a_closed_writer_publishes_nothing_more(url, base):
     assert writer.version == 1
 
 
+@pytest.mark.parametrize("ending", ["closes", "publishes", "exits"])
+def test_a_child_that_is_forked_in_the_middle_of_a_publish_disturbs_nothing(url, base, holds, monkeypatch, ending):
+    monkeypatch.setattr(deltastore.attempt, "_MEMORY_BYTES", 0)  # parts wait in the spool
+    monkeypatch.setattr(deltastore.attempt, "_PART_ROWS", 1)
+    first, second = training.step(base, 1), training.step(base, 2)
+
+    def forking(writer):
+        for number, pair in enumerate(first.items()):
+            if number == 6:
+                child = os.fork()
+                if not child:
+                    _end(writer, base, ending)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            yield pair
+
+    with Writer(url) as writer:
+        assert writer.publish(forking(writer)).result().version == 1
+        holds(first)
+        writer.publish(second).result()
+    holds(second)
+
+
+def _end(writer, snapshot, ending):
+    """End this process as a child does that has its parent's writer; with a signal if it hangs."""
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    writer._publishing = False  # the child's own call, later
+    try:
+        if ending == "closes":
+            writer.close()
+        elif ending == "publishes":
+            with pytest.raises(PublishError, match="forked"):
+                writer.publish(snapshot)
+        writer._spool.close()
+        writer._spool._left()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
 @pytest.mark.parametrize("operation", ["write", "create"])
 def test_a_failing_store_leaves_the_next_publish_right(url, base, faulty, holds, operation):
     first, second = training.step(base, 1), training.step(base, 5)
@@ -402,6 +446,51 @@ def test_a_failing_store_leaves_the_next_publish_right(url, base, faulty, holds,
         published = writer.publish(second).result()
     # A commit in doubt is settled by sending it again.
     assert published.version == (1 if operation == "write" else 2)
+    holds(second)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["committed", "given up"])
+def test_a_version_of_more_spooled_parts_than_there_are_descriptors_is_followed(tmp_path, monkeypatch, fails):
+    monkeypatch.setattr(deltastore.attempt, "_MEMORY_BYTES", 0)
+    generator = torch.Generator().manual_seed(1)
+    names = [f"layers.{number:03}.weight" for number in range(120)]
+    before = {name: torch.randn(5000, generator=generator) for name in names}
+    # Whole chunks, which the shadow follows at the end; or a few elements, which are taken back.
+    after = {name: -2 * tensor for name, tensor in before.items()}
+    if fails:
+        after = {name: tensor.clone().index_fill_(0, torch.tensor([7]), 1.5) for name, tensor in before.items()}
+    _, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Writer(tmp_path / "store", base=training.save(tmp_path / "base", before), workers=1) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(deltastore.attempt, "_PART_ROWS", 1)
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 40, most))
+            try:
+                if fails:
+                    with pytest.raises(PublishError, match="missing"):
+                        writer.publish(dict(list(after.items())[:-1]))
+                else:
+                    writer.publish(after).result()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        after = {name: tensor + 1 for name, tensor in after.items()}
+        assert writer.publish(after).result().version == 2 - fails
+    open_store(tmp_path / "store").restore(2 - fails, tmp_path / "restored")
+    training.assert_holds(tmp_path / "restored", after)
+
+
+def test_a_version_of_too_many_parts_is_refused_and_leaves_the_next_publish_right(url, base, holds, monkeypatch):
+    first, second = training.step(base, 1), training.step(base, 2)
+    with Writer(url) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(deltastore.attempt, "_PART_ROWS", 1)
+            patch.setattr(deltastore.manifest, "MAX_MANIFEST_BYTES", 2000)
+            patch.setattr(deltastore.writer, "MAX_MANIFEST_BYTES", 2000)
+            with pytest.raises(UsageError, match="2000"):
+                writer.publish(first).result()
+        assert not list((url / "parts").glob("0000000001/*/*"))
+        assert writer.publish(second).result().version == 1
     holds(second)
 
 

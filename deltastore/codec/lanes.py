@@ -6,8 +6,10 @@ those do not compile, or ``DELTASTORE_PLAIN_KERNELS=1`` asks for it, loops with 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -61,9 +63,23 @@ def jit(function: Any, *, nogil: bool = True) -> Any:
     return numba.njit(nogil=nogil)(function)
 
 
+def _sources() -> bytes:
+    """Return the digest of all modules that kernels are made of."""
+    found = hashlib.blake2b()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.digest()
+
+
 def _forgiving(kernel: Any) -> Any:
-    """Let a cache that cannot be read or written, for a full disk or a torn file, cost time and nothing else."""
+    """Let a cache that cannot be read or written, for a full disk or a torn file, cost time and nothing else.
+
+    Nor is it believed once any module here is another one: numba looks at the kernel's own file only, but a kernel has
+    those of other modules compiled into it.
+    """
     cache = kernel._cache  # noqa: SLF001 - numba has no other hook
+    index = cache._cache_file  # noqa: SLF001
+    index._source_stamp = (index._source_stamp, _SOURCES)  # noqa: SLF001
     load, save = cache.load_overload, cache.save_overload
 
     def try_load(*words: Any) -> Any:
@@ -79,6 +95,8 @@ def _forgiving(kernel: Any) -> Any:
     cache.load_overload, cache.save_overload = try_load, try_save
     return kernel
 
+
+_SOURCES = _sources()
 
 #: Typed as anything: inside kernels an intrinsic is called without the typing context that its definition takes.
 _intrinsic: Any = intrinsic

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,26 @@ def test_a_cache_that_fails_costs_time_and_nothing_else(damage: str, tmp_path: P
         assert bool(files) == (damage == "torn")
         for path in files:
             path.write_bytes(path.read_bytes()[:10])
+
+
+def test_a_kernel_is_compiled_anew_once_any_module_that_it_may_be_made_of_changed(tmp_path: Path) -> None:
+    package = tmp_path / "deltastore"
+    shutil.copytree(ROOT / "deltastore", package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "import numpy as np; from deltastore.codec import lanes; lanes._try_vectors(np.zeros(32, np.uint16))\n"
+        "print(sum(lanes._try_vectors.stats.cache_hits.values()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("DELTASTORE_PLAIN_KERNELS", None)
+
+    def hits() -> int:
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return int(run.stdout)
+
+    assert not hits()
+    assert hits()
+    changed = package / "codec" / "kernels.py"
+    changed.write_text(changed.read_text() + "# another one\n")
+    assert not hits()

@@ -21,6 +21,7 @@ from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, DeltastoreError, StreamMismatch, UnsupportedFormat
 from deltastore.fsck import check
 from deltastore.manifest import encode_manifest, manifest_key, parse_manifest
+from deltastore.snapshot import Schema, TensorSpec
 from deltastore.storage.local import LocalBackend
 from receiver.daemon import Receiver
 from receiver.options import Options
@@ -293,11 +294,30 @@ def test_a_digest_table_in_another_form_is_refused(shape, store, tmp_path, prist
     assert not check(LocalBackend(store), read_data=True).ok
 
 
+@pytest.mark.parametrize("component", ["model", "files", "headers"])
+@pytest.mark.parametrize("tensors", [1, 40, 30_000], ids=lambda count: f"{count} tensors")
+def test_a_schema_that_claims_more_than_the_base_has_costs_no_memory(component, tensors, store, tmp_path):
+    base, schema = open_store(store).base, open_store(store).schema(component)
+    reference = base.stream.schemas[component]
+    huge = [TensorSpec(f"huge.{number}", "U8", (1 << 48,)) for number in range(tensors)]
+    made = Schema([*schema.tensors, *huge]).to_json()
+    overwrite(store / reference.key, made)
+    forged = msgspec.structs.replace(reference, size=len(made), digest=HASH.of(made))
+    rewrite(store, 0, stream=msgspec.structs.replace(base.stream, schemas={**base.stream.schemas, component: forged}))
+    with pytest.raises(CorruptObject) as caught:
+        open_store(store).schema(component)
+    assert caught.value.key == reference.key
+    with pytest.raises(CorruptObject):
+        open_store(store).restore(3, tmp_path / "restored")
+    assert not check(LocalBackend(store), read_data=True).ok
+    if component == "model":
+        with pytest.raises(CorruptObject):
+            Writer(store, resume=True)
+
+
 @pytest.mark.parametrize("component", ["files", "headers"])
 @pytest.mark.parametrize("name", ["../escape", "/etc/escape", ".hidden", "a/../b", "a//b", "a\\b", "c:d"])
 def test_a_file_name_that_leads_elsewhere_is_refused(component, name, store, tmp_path):
-    from deltastore.snapshot import Schema, TensorSpec  # noqa: PLC0415 - only here
-
     base = open_store(store).base
     reference = base.stream.schemas[component]
     schema = open_store(store).schema(component)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import training
 
 import receiver.lock
+import receiver.patcher
 import receiver.slots
 from deltastore import Writer, open_store
 from deltastore.checkpoint import open_checkpoint
-from deltastore.errors import CorruptObject, SlotError, StorageError, VersionNotFound
+from deltastore.errors import CorruptObject, DamagedSlot, SlotError, StorageError, VersionNotFound
 from deltastore.restore import identify
 from receiver.patcher import Patcher
 from receiver.slots import Slots
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from deltastore.manifest import Manifest
     from deltastore.reader import Store
+    from deltastore.restore import Source
 
 SNAPSHOTS = [training.small_snapshot(0)]
 SNAPSHOTS.append(training.step(SNAPSHOTS[0], 1))
@@ -191,6 +193,36 @@ def test_where_two_paths_cannot_be_exchanged_a_directory_is_left_alone(
         slots.adopt(identify(store, plain, workers=1), store.manifest(0), store.hash)
     assert "--base" in (caught.value.hint or "")
     assert training.tree(plain) == before
+
+
+@pytest.mark.parametrize("age", [0, 3600], ids=["new files", "old files"])
+@pytest.mark.parametrize("written", [False, True], ids=["left alone", "written to while it is hashed"])
+def test_what_changed_while_it_was_adopted_is_not_believed(
+    written: bool, age: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = training.save(tmp_path / "plain", SNAPSHOTS[0])
+    weights = plain / "model.safetensors"
+    os.utime(weights, (weights.stat().st_atime, weights.stat().st_mtime - age))
+
+    def identify_late(*words: Any, **named: Any) -> Source:
+        found = identify(*words, **named)
+        if written:
+            flip(weights)  # behind what was hashed already, as a copy that still runs writes
+        return found
+
+    monkeypatch.setattr(receiver.patcher, "identify", identify_late)
+    slots = Slots(plain)
+    slots.lock()
+    hashed = count_hashes(monkeypatch, slots)
+    patcher = Patcher(store, slots, workers=1)
+    if written:
+        with pytest.raises(DamagedSlot):
+            patcher.adopt()
+    else:
+        assert patcher.adopt() is not None
+        assert len(hashed) == (age == 0)  # not again, but for files whose times may hide a write
+        training.assert_holds(plain, SNAPSHOTS[0])
+    slots.unlock()
 
 
 def test_a_slot_is_emptied_without_touching_what_a_process_maps(slots: Slots) -> None:
