@@ -111,12 +111,18 @@ def _mapped(descriptor: int, size: int) -> memoryview:
     address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(memory, _munmap, address, size).atexit = False
-    content = np.frombuffer(memoryview(memory), np.uint8)
-    content.flags.writeable = False
-    view: memoryview = content.data
-    return view
+    content: memoryview = np.asarray(_Map(address, size)).data
+    return content
+
+
+class _Map:
+    """Mapped memory, as NumPy asks for it: unmapped when no array has it any more."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, True)}
+        weakref.finalize(self, _munmap, address, size).atexit = False
 
 
 class Spool:
