@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 import deltastore.attempt
@@ -11,8 +12,9 @@ from deltastore.attempt import Attempt
 from deltastore.codec import EncodedChunk, Encoding
 from deltastore.digest import hasher
 from deltastore.errors import StorageError
+from deltastore.manifest import MAX_MANIFEST_BYTES, MAX_PART_BYTES, PartRef, part_key
 from deltastore.part import ChunkRow
-from deltastore.snapshot import Schema, TensorSpec
+from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec
 from deltastore.spool import Spool
 from deltastore.storage.local import LocalBackend
 from deltastore.testing import Fault, FaultyBackend
@@ -68,6 +70,27 @@ def test_many_tiny_rows_close_a_part_too(attempt: Attempt, monkeypatch: pytest.M
     attempt.add(rows(range(10), size=1))
     assert [part.chunks for part in attempt.end()] == [4, 4, 2]
     attempt.wait_uploaded()
+
+
+def test_one_manifest_can_name_the_parts_of_two_trillion_bytes(attempt: Attempt) -> None:
+    closed, parts = 0, 0
+    while closed < 2 * 10**12:
+        attempt._closed_bytes = closed
+        largest = attempt._part_bytes()
+        closed += largest
+        parts += 1
+    reference = PartRef(
+        key=part_key(2**62, "f" * 32, f"model-{parts}.safetensors"),
+        size=MAX_PART_BYTES,
+        digest="blake3:" + 64 * "f",
+        chunks=1 << 20,
+        first=1 << 20,
+        last=1 << 20,
+    )
+    assert parts * len(msgspec.json.encode(reference)) < 0.9 * MAX_MANIFEST_BYTES
+    # The largest part that there may be, with the chunk that fills it and a table of the most rows.
+    row = 4 * 4 + 1 + 2 * 32
+    assert largest + CHUNK_BYTES + deltastore.attempt._PART_ROWS * row <= MAX_PART_BYTES
 
 
 def test_components_do_not_mix(attempt: Attempt) -> None:
