@@ -15,7 +15,7 @@ import numpy as np
 from .codec import DamagedChunk, EncodedChunk, Encoding
 from .codec.chunk import ChunkDecoder
 from .codec.taking import TINY_BYTES, TakingEncoder, take_tiny
-from .errors import CorruptObject
+from .errors import CorruptObject, PublishError
 from .memory import ALIGNMENT, aligned_memory
 from .part import ChunkRow
 from .patch import read_each, run_in_order, write_each
@@ -85,7 +85,13 @@ class Shadow:
         #: Whether each tensor is tiny: compared in batches.
         self.tiny = (sizes <= TINY_BYTES) & (sizes > 0)
         self._sizes = sizes
-        self._memory, self._starts = shared_memory(sizes)
+        try:
+            self._memory, self._starts = shared_memory(sizes)
+        except MemoryError as error:
+            raise PublishError(
+                f"The copy of the last snapshot takes {schema.nbytes} bytes of memory, and there are not so many.",
+                hint="Publish from a host with room for the model twice.",
+            ) from error
         self._widths = np.array([spec.width for spec in schema], np.int64)
         self._tensors = [
             self._memory[start : start + size]

@@ -51,9 +51,10 @@ def disk_error(error: OSError, path: Path) -> StorageError:
     """Translate a failure to use a local file into an error of ours."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"The disk of {path} is full.", key=str(path), hint="Free some space and try again.")
-    return StorageError(
-        f"{path} cannot be used: {error.strerror}.", key=str(path), hint="Check that it is writable and healthy."
-    )
+    hint = "Check that it is writable and healthy."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "Allow the process more open files (`ulimit -n`)."
+    return StorageError(f"{path} cannot be used: {error.strerror}.", key=str(path), hint=hint)
 
 
 def read_object(backend: Backend, reference: ObjectRef | PartRef, *, limit: int) -> bytes:

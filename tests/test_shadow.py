@@ -242,3 +242,10 @@ def test_a_tensor_that_comes_twice_is_refused_and_can_be_taken_back(make: Any) -
     bench.shadow.take_back(attempt.parts(SCHEMA), workers=2)
     attempt.abandon()
     bench.holds(old)
+
+
+def test_a_model_that_memory_does_not_hold_is_refused_with_its_size() -> None:
+    schema = Schema([TensorSpec("huge", "U8", (1 << 47,))])
+    with pytest.raises(PublishError, match=str(1 << 47)) as caught:
+        Shadow(schema, XXH3, level="fast")
+    assert caught.value.hint

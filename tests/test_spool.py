@@ -337,3 +337,9 @@ def test_what_arrived_of_a_part_is_not_missing(tmp_path: Path) -> None:
     assert spool.missing_bytes([reference]) == len(DATA) - PIECE
     fetch(spool, Pieces(DATA))
     assert spool.missing_bytes([reference]) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_told_as_such(tmp_path: Path, number: int) -> None:
+    error = disk_error(OSError(number, os.strerror(number)), tmp_path)
+    assert "ulimit" in (error.hint or "")
