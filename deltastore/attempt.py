@@ -28,8 +28,8 @@ __all__ = ["Attempt"]
 #: A part is closed when its payload reaches this many bytes. Even the largest stays below the format's 64 MiB, with a
 #: table of the most rows and the chunk that filled it.
 _PART_BYTES = 16 << 20
-#: The first parts are closed earlier, so that a small version too is on its way while it is encoded; each later one
-#: may have a quarter of all bytes before it.
+#: The first parts are closed earlier, and the very first at half of this, so that a small version too is on its way
+#: while it is encoded; each later one may have a quarter of all bytes before it.
 _FIRST_PART_BYTES = 1 << 20
 _PART_GROWTH = 4
 #: From 128 GiB on parts grow with all bytes before them, that one manifest can name all parts of two trillion bytes.
@@ -110,7 +110,8 @@ class Attempt:
         return tuple(self._parts[self._component])
 
     def _part_bytes(self) -> int:
-        usual = min(_PART_BYTES, max(_FIRST_PART_BYTES, self._closed_bytes // _PART_GROWTH))
+        least = _FIRST_PART_BYTES if self._closed_bytes else _FIRST_PART_BYTES // 2
+        usual = min(_PART_BYTES, max(least, self._closed_bytes // _PART_GROWTH))
         return max(usual, min(_LARGEST_PART_BYTES, self._closed_bytes // _MANY_PARTS))
 
     def _close_part(self) -> None:

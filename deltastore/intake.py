@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Intake"]
 
-#: Batches have up to about this many bytes, however small the tensors are; and all that threads have at a time up to
-#: about this many, since what is encoded waits in memory until those before it are done.
+#: Batches have up to about this many bytes, however small the tensors are. What is encoded waits in memory until those
+#: before it are done, so with more threads batches are smaller; but no smaller than this: one thread collects them all.
 _BATCH_BYTES = 16 << 20
+_LEAST_BATCH_BYTES = 8 << 20
 _TOGETHER_BYTES = 64 << 20
 #: Batches that are not collected yet, beyond one a thread.
-_AHEAD = 2
+_AHEAD = 1
 #: A batch has at most so many tiny tensors, and so many bytes of them.
 _TINY_TENSORS = 2048
 _TINY_BYTES = 1 << 20
@@ -133,7 +134,8 @@ class Intake:
 
     def _share_out(self, nbytes: int) -> Shares:
         """Cut bytes, which threads have to be done with together, into batches."""
-        return Shares(nbytes, workers=self._workers, most=min(_BATCH_BYTES, _TOGETHER_BYTES // self._workers))
+        most = min(_BATCH_BYTES, max(_LEAST_BATCH_BYTES, _TOGETHER_BYTES // self._workers))
+        return Shares(nbytes, workers=self._workers, most=most)
 
     def _stop(self) -> None:
         """Begin no other encoding and wait for those that run: nothing is read any more afterwards."""

@@ -10,7 +10,7 @@ from deltastore.snapshot import CHUNK_BYTES
 
 
 @given(st.integers(0, 1 << 36), st.integers(1, 64), st.integers(0, 64 << 20))
-def test_shares_shrink_to_a_chunk_unless_one_thread_takes_them_all(nbytes: int, workers: int, most: int) -> None:
+def test_shares_are_small_at_both_ends_and_never_pass_the_limit(nbytes: int, workers: int, most: int) -> None:
     shares = Shares(nbytes, workers=workers, most=most)
     sizes, left = [], nbytes
     while left > 0 and len(sizes) < 3000:
@@ -18,10 +18,12 @@ def test_shares_shrink_to_a_chunk_unless_one_thread_takes_them_all(nbytes: int, 
         shares.take(sizes[-1])
         left -= sizes[-1]
     assert all(CHUNK_BYTES <= size <= max(most, CHUNK_BYTES) for size in sizes)
-    assert all(following <= size for size, following in pairwise(sizes))
-    if workers == 1:
-        assert set(sizes) <= {max(most, CHUNK_BYTES)}
-    elif left <= 0 and len(sizes) > 1:
+    if sizes:
+        top = sizes.index(max(sizes))
+        assert sizes[0] == CHUNK_BYTES
+        assert all(size <= following for size, following in pairwise(sizes[: top + 1]))
+        assert all(following <= size for size, following in pairwise(sizes[top:]))
+    if workers > 1 and left <= 0 and len(sizes) > 1:
         # Whoever takes the last share keeps the others waiting no longer than for a chunk.
         assert sizes[-1] == CHUNK_BYTES
 
