@@ -1,4 +1,4 @@
-"""A Hugging Face safetensors directory as memory-mapped tensors.
+"""A Hugging Face safetensors directory, open: tensors as views of mapped files, chunks as they are read.
 
 Weights are one ``model.safetensors``, or the shards that an index names; everything else beside them that is not a
 weight file (config, tokenizer, …) are the checkpoint's other files. Nothing is copied whole: tensors are views of the
@@ -7,7 +7,10 @@ map.
 
 from __future__ import annotations
 
+import os
 import re
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -18,9 +21,10 @@ import msgspec
 import numpy as np
 
 from .container import Header, header_size, parse_header
-from .errors import CheckpointError, CorruptObject
+from .errors import BaseMismatch, CheckpointError, CorruptObject
+from .memory import mapped_file
 from .places import Places
-from .snapshot import ChunkRun, Schema, TensorSpec, chunk_batches
+from .snapshot import CHUNK_BYTES, ChunkRun, Schema, TensorSpec, chunk_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,6 +69,28 @@ class Layout:
         return Schema(placed.spec for file in self.files for placed in file.header.tensors)
 
 
+class _OpenFile:
+    """One weight file, open: its descriptor, and its bytes as a map. What was taken of the map outlives it."""
+
+    __slots__ = ("__weakref__", "content", "descriptor", "path")
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.descriptor).atexit = False
+            found = os.fstat(self.descriptor).st_size
+            if found != size:
+                raise CheckpointError(
+                    f"{path} is only half written: {found} bytes of {size}.",
+                    key=str(path),
+                    hint="Wait until it is saved whole, or save it again.",
+                )
+            self.content = mapped_file(self.descriptor, size)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
+
+
 class Checkpoint:
     """An open checkpoint directory. Tensors are read-only views of memory-mapped files."""
 
@@ -77,36 +103,23 @@ class Checkpoint:
         except CorruptObject as error:
             raise CheckpointError(f"The checkpoint {directory} cannot be used: {error}", key=str(directory)) from error
         self.places = Places([file.header for file in layout.files], self.schema)
-        self._maps = self._map_files()
+        self._files = self._open_files()
 
     def moved(self, directory: Path) -> Checkpoint:
         """Open another directory that is known to have the same layout and the same other files."""
         other = copy(self)
         other.directory = directory
-        other._maps = other._map_files()  # noqa: SLF001 - one of this class
+        other._files = other._open_files()  # noqa: SLF001 - one of this class
         return other
 
-    def _map_files(self) -> list[Bytes]:
-        return [self._map(file) for file in self.layout.files]
-
-    def _map(self, file: WeightFile) -> Bytes:
-        path = self.directory / file.name
-        try:
-            if file.header.file_size != path.stat().st_size:
-                raise CheckpointError(
-                    f"{path} is only half written: {path.stat().st_size} bytes of {file.header.file_size}.",
-                    key=str(path),
-                    hint="Wait until it is saved whole, or save it again.",
-                )
-            return np.asarray(np.memmap(path, np.uint8, "r"))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}.", key=str(path)) from error
+    def _open_files(self) -> list[_OpenFile]:
+        return [_OpenFile(self.directory / file.name, file.header.file_size) for file in self.layout.files]
 
     def tensor(self, name: str) -> Bytes:
         """Return a tensor's bytes: uint8 of shape (nbytes,), a read-only view."""
         position = self.schema.position(name)
         file, start = self.places.tensor(position)
-        return self._maps[file][start : start + self.schema.tensors[position].nbytes]
+        return self._files[file].content[start : start + self.schema.tensors[position].nbytes]
 
     def chunk(self, spec: TensorSpec, chunk: int) -> Bytes:
         """Return one chunk's bytes: uint8, a read-only view."""
@@ -114,25 +127,47 @@ class Checkpoint:
         return self.tensor(spec.name)[start:end]
 
     def read(self, span: ChunkSpan, out: Bytes) -> None:
-        """Copy the bytes of a span's chunks to their places in ``out`` (uint8)."""
+        """Copy the bytes of a span's chunks to their places in ``out`` (uint8).
+
+        They are read, not taken from the map, where a bad block or a file that was cut meanwhile would end the process
+        with a signal. Raises ``BaseMismatch`` then.
+        """
         for file, offset, start, stop in self.places.stretches(span):
-            np.copyto(out[start:stop], self._maps[file][offset : offset + stop - start])
+            self._read(file, offset, out[start:stop], tensor=int(span.tensors[0]))
+
+    def _read(self, file: int, offset: int, out: Bytes, *, tensor: int) -> None:
+        opened = self._files[file]
+        why = "it was cut"
+        try:
+            if os.preadv(opened.descriptor, [out.data], offset) == out.size:
+                return
+        except OSError as error:
+            why = str(error.strerror)
+        name = self.schema.tensors[tensor].name
+        raise BaseMismatch(f"{name!r} cannot be read from {opened.path}: {why}.", tensors=(name,), key=name)
 
     def digests(
         self, hash_function: Hasher, *, workers: int = 1, progress: Callable[[int], object] | None = None
     ) -> Digests:
         """Hash every chunk; returns uint8 of shape (chunks, digest size) in schema order.
 
-        ``progress`` is told the bytes hashed since the last call, from any thread.
+        Raises ``BaseMismatch`` when some cannot be read. ``progress`` is told the bytes hashed since the last call,
+        from any thread.
         """
         table = np.empty((self.schema.chunks, hash_function.size), np.uint8)
+        local = threading.local()
 
         def hash_batch(batch: list[ChunkRun]) -> None:
+            if not hasattr(local, "buffer"):
+                local.buffer = np.empty(CHUNK_BYTES, np.uint8)
             for run in batch:
-                data = self.tensor(run.spec.name)
+                position = self.schema.position(run.spec.name)
+                file, offset = self.places.tensor(position)
                 for chunk in range(run.first, run.end):
                     start, stop = run.spec.chunk_range(chunk)
-                    digest = hash_function.digest(data[start:stop])
+                    data = local.buffer[: stop - start]
+                    self._read(file, offset + start, data, tensor=position)
+                    digest = hash_function.digest(data)
                     table[run.number + chunk - run.first] = np.frombuffer(digest, np.uint8)
             if progress is not None:
                 progress(sum(run.nbytes for run in batch))

@@ -1,17 +1,28 @@
-"""Memory that begins where a cache line does."""
+"""Memory that begins where a cache line does, and files as memory."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import weakref
 from typing import Any
 
 import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["ALIGNMENT", "aligned_memory"]
+__all__ = ["ALIGNMENT", "aligned_memory", "mapped_file"]
 
 #: Bytes of a cache line.
 ALIGNMENT = 64
+
+_library = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _library.mmap, _library.munmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def aligned_memory(nbytes: int) -> Bytes:
@@ -19,3 +30,25 @@ def aligned_memory(nbytes: int) -> Bytes:
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % ALIGNMENT
     return memory[begin : begin + nbytes]
+
+
+class _Map:
+    """Mapped memory, as NumPy asks for it: unmapped when no array has it any more."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, True)}
+        weakref.finalize(self, _munmap, address, size).atexit = False
+
+
+def mapped_file(descriptor: int, size: int) -> Bytes:
+    """Map a file of ``size`` bytes, at least one, as read-only uint8; raises ``OSError``.
+
+    The map does without the descriptor: Python's own and NumPy's each keep one, and a plan of a thousand steps has a
+    thousand files mapped at once.
+    """
+    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return np.asarray(_Map(address, size))

@@ -6,9 +6,7 @@ and a torn file does no harm. A large part is fetched in pieces, into a partial 
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import secrets
 import shutil
@@ -18,12 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .digest import DEFAULT_HASH, hasher
 from .errors import CorruptObject, DiskFull, StorageError
 from .limits import UNLIMITED
 from .manifest import MAX_PART_BYTES
+from .memory import mapped_file
 from .storage import forget_copy, reads_whole
 
 if TYPE_CHECKING:
@@ -36,13 +33,6 @@ if TYPE_CHECKING:
     from .manifest import ObjectRef, PartRef
     from .storage import Backend
     from .storage.base import Buffer
-
-_library = ctypes.CDLL(None, use_errno=True)
-_mmap, _munmap = _library.mmap, _library.munmap
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_mmap.restype = ctypes.c_void_p
-_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 __all__ = ["Spool", "TemporarySpool", "disk_error", "read_object"]
 
@@ -104,28 +94,6 @@ def _check_digest(data: Buffer, reference: ObjectRef | PartRef) -> None:
         )
 
 
-def _mapped(descriptor: int, size: int) -> memoryview:
-    """Map a file of ``size`` bytes read-only; raises ``OSError``.
-
-    Python's own maps each keep a descriptor, and a plan of a thousand steps has a thousand parts open at once.
-    """
-    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-    if address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    content: memoryview = np.asarray(_Map(address, size)).data
-    return content
-
-
-class _Map:
-    """Mapped memory, as NumPy asks for it: unmapped when no array has it any more."""
-
-    __slots__ = ("__array_interface__", "__weakref__")
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, True)}
-        weakref.finalize(self, _munmap, address, size).atexit = False
-
-
 class Spool:
     """Part files below one directory, named by their digests."""
 
@@ -168,7 +136,7 @@ class Spool:
             with path.open("rb") as stream:
                 if os.fstat(stream.fileno()).st_size != reference.size:
                     raise CorruptObject(f"{path} is not the spooled part {reference.key}.", key=str(path))
-                mapped = _mapped(stream.fileno(), reference.size)
+                mapped = mapped_file(stream.fileno(), reference.size).data
         except OSError as error:  # taken away, too many open files, too many maps
             raise disk_error(error, path) from error
         _check_digest(mapped, reference)

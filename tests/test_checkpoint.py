@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 from pathlib import Path
@@ -13,8 +15,8 @@ from reference import safetensors_file
 
 from deltastore.checkpoint import is_safe_path, open_checkpoint
 from deltastore.digest import hasher
-from deltastore.errors import CheckpointError
-from deltastore.snapshot import DTYPES, snapshot_id
+from deltastore.errors import BaseMismatch, CheckpointError
+from deltastore.snapshot import DTYPES, chunk_spans, snapshot_id
 
 XXH3 = hasher("xxh3-128")
 INDEX = "model.safetensors.index.json"
@@ -435,3 +437,45 @@ def test_a_link_that_is_swapped_later_leads_to_one_checkpoint_to_the_end(tmp_pat
     (tmp_path / "draft").symlink_to("new")
     (tmp_path / "draft").replace(tmp_path / "link")
     assert opened.read_other_file("config.json") == b"old"
+
+
+def test_a_file_that_was_cut_after_it_was_opened_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    save_whole(tmp_path, some_tensors())
+    checkpoint = open_checkpoint(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 4096)
+    *_, last = chunk_spans(checkpoint.schema, np.arange(checkpoint.schema.chunks))
+    with pytest.raises(BaseMismatch, match="it was cut") as caught:
+        checkpoint.read(last, np.empty(last.nbytes, np.uint8))
+    assert caught.value.tensors
+    with pytest.raises(BaseMismatch, match="it was cut"):
+        checkpoint.digests(XXH3, workers=2)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_whole(tmp_path, SMALL)
+    checkpoint = open_checkpoint(tmp_path)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(BaseMismatch, match="Input/output error"):
+        checkpoint.digests(XXH3)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_files_are_closed_with_the_checkpoint_and_views_outlive_it(tmp_path: Path) -> None:
+    save_shards(tmp_path, SMALL, 2)
+    gc.collect()  # what other tests left
+    before = open_descriptors()
+    checkpoint = open_checkpoint(tmp_path)
+    assert open_descriptors() == before + 2
+    tensor = checkpoint.tensor("a")
+    del checkpoint
+    gc.collect()
+    assert open_descriptors() == before
+    assert tensor.tobytes() == b"abcd"
+    assert not tensor.flags.writeable
