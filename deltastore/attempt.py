@@ -38,7 +38,7 @@ _LARGEST_PART_BYTES = 40 << 20
 #: A part is closed at this many rows too: tables of tiny tensors count.
 _PART_ROWS = 1 << 18
 #: Parts that one attempt keeps in memory, in bytes.
-_MEMORY_BYTES = 64 << 20
+_MEMORY_BYTES = 48 << 20
 _UPLOADERS = 4
 
 
