@@ -75,7 +75,7 @@ class EngineClient:
         response = self._send(method, path, timeout=timeout, query=query, body=body, repeatable=repeatable)
         try:
             answer = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.error(f"{path} answered something that is not JSON: {_shown(response.text)}") from error
         if not isinstance(answer, dict):
             answer = {"answer": answer}
@@ -155,7 +155,7 @@ class EngineClient:
 def _reason(response: httpx.Response) -> str:
     try:
         answer = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return _shown(response.text)
     return _said(answer) if isinstance(answer, dict) else _shown(response.text)
 
