@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
 from deltastore.errors import EngineError
+from deltastore.tokens import read_token
+from receiver.config import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +47,8 @@ class EngineClient:
         self._url = url.rstrip("/")
         self._connect_timeout = connect_timeout
         self._hint = hint
-        token = os.environ.get(TOKEN_NAME)
+        self._shown = shown_url(self._url)
+        token = read_token(TOKEN_NAME)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # Proxies of the environment are for the outside world, not for the process next door.
         self._kept = httpx.Client(headers=headers, trust_env=False, transport=transport)
@@ -81,7 +83,7 @@ class EngineClient:
             answer = {"answer": answer}
         if answer.get("success", True) is not True:
             why = f"{path} says that it did not succeed: {_said(answer)}"
-            raise NotDone(f"engine {self._url}: {why}", key=self._url, hint="See its log.")
+            raise NotDone(f"engine {self._shown}: {why}", key=self._shown, hint="See its log.")
         return answer
 
     def text(self, method: str, path: str, *, timeout: float, query: Mapping[str, str] | None = None) -> str:
@@ -91,7 +93,7 @@ class EngineClient:
     def error(self, why: str, *, hint: str | None = None) -> EngineError:
         """Make an error about this server."""
         hint = hint or "See its log, and whether --engine and --engine-url fit what runs there."
-        return EngineError(f"engine {self._url}: {why}", key=self._url, hint=hint)
+        return EngineError(f"engine {self._shown}: {why}", key=self._shown, hint=hint)
 
     def _send(
         self,
@@ -110,15 +112,15 @@ class EngineClient:
             raise self.error(f"nothing answers there: {error}", hint=self._hint) from error
         except httpx.TimeoutException as error:
             raise NoAnswer(
-                f"engine {self._url}: no answer to {path} within {timeout:g} s",
-                key=self._url,
+                f"engine {self._shown}: no answer to {path} within {timeout:g} s",
+                key=self._shown,
                 hint="See its log; if it is only slow, give a longer timeout.",
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
             # RuntimeError is what a closed client raises.
             raise self.error(f"{path} failed: {error or type(error).__name__}") from error
         if response.status_code == httpx.codes.NOT_FOUND:
-            raise NotThere(f"engine {self._url}: it has no {path}", key=self._url, hint=self._hint)
+            raise NotThere(f"engine {self._shown}: it has no {path}", key=self._shown, hint=self._hint)
         if not response.is_success:
             raise self.error(f"{path} answered {response.status_code}: {_reason(response)}")
         return response

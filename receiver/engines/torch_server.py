@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from deltastore.errors import DrainTimeout, EngineError
+from receiver.config import shown_url
 from receiver.engines.base import EngineInfo, Probe
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TorchServerEngine:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = url.rstrip("/")
+        self._shown = shown_url(self._url)
         self._timeouts = timeouts or Timeouts()
         # Proxies of the environment are for the outside world, not for the process next door.
         self._client = httpx.Client(trust_env=False, transport=transport)
@@ -136,7 +138,7 @@ class TorchServerEngine:
 
     def _error(self, why: str, *, key: str | None = None, hint: str | None = None) -> EngineError:
         return EngineError(
-            f"engine {self._url}: {why}",
-            key=key or self._url,
+            f"engine {self._shown}: {why}",
+            key=key or self._shown,
             hint=hint or "See its log, and whether --engine-url is an engine of this kind.",
         )
