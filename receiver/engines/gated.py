@@ -20,6 +20,7 @@ from deltastore.errors import DrainTimeout, EngineError, UsageError
 from deltastore.tokens import read_token
 from receiver.config import shown_url
 from receiver.engines.base import EngineInfo
+from receiver.engines.http_client import whole_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,7 +110,8 @@ class GateClient:
         until = time.monotonic() + (self._patience if patient else 0.0)
         while True:
             try:
-                answer = self._client.request(method, self._url + path, json=body, timeout=_ANSWER_SECONDS + seconds)
+                limit = _ANSWER_SECONDS + seconds
+                answer = whole_answer(self._client, method, self._url + path, seconds=limit, json=body, timeout=limit)
                 return self._read(answer, path)
             except httpx.TransportError as error:
                 # Saying any of it once more changes nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
@@ -13,11 +14,36 @@ from receiver.config import shown_url
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["TOKEN_NAME", "EngineClient", "NoAnswer", "NotDone", "NotThere"]
+__all__ = ["TOKEN_NAME", "EngineClient", "NoAnswer", "NotDone", "NotThere", "whole_answer"]
 
 TOKEN_NAME: Final = "RECEIVER_ENGINE_TOKEN"  # noqa: S105 - the name, not the token
 _TRIES = 5  # connections that were closed while they stood idle; more than the pool ever holds
 _SHOWN = 300  # characters of an answer in a message
+_MOST_BYTES = 64 << 20  # of an answer
+
+
+def whole_answer(client: httpx.Client, method: str, url: str, *, seconds: float, **words: Any) -> httpx.Response:
+    """Send a request and return its whole answer; httpx's own time-outs begin anew with every byte.
+
+    Raises ``httpx.ReadTimeout`` where more than ``seconds`` passed, ``httpx.DecodingError`` where it is too large, and
+    what httpx raises.
+    """
+    until = time.monotonic() + seconds
+    content = bytearray()
+    with client.stream(method, url, **words) as response:
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > _MOST_BYTES:
+                raise httpx.DecodingError(f"the answer is over {_MOST_BYTES} bytes")
+            if time.monotonic() > until:
+                raise httpx.ReadTimeout("the answer does not end")
+    kind = response.headers.get("content-type")
+    return httpx.Response(
+        response.status_code,
+        headers={} if kind is None else {"content-type": kind},
+        content=bytes(content),
+        request=response.request,
+    )
 
 
 class NoAnswer(EngineError):
@@ -144,8 +170,15 @@ class EngineClient:
                     connecting.append(event)
 
             try:
-                return client.request(
-                    method, self._url + path, params=query, json=body, timeout=limits, extensions={"trace": note}
+                return whole_answer(
+                    client,
+                    method,
+                    self._url + path,
+                    seconds=limits.read or 0.0,
+                    params=query,
+                    json=body,
+                    timeout=limits,
+                    extensions={"trace": note},
                 )
             except (httpx.NetworkError, httpx.RemoteProtocolError):
                 # The pool has dropped that connection now; only the failure of a new one counts.

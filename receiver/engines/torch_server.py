@@ -10,6 +10,7 @@ import httpx
 from deltastore.errors import DrainTimeout, EngineError
 from receiver.config import shown_url
 from receiver.engines.base import EngineInfo, Probe
+from receiver.engines.http_client import whole_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,7 +115,7 @@ class TorchServerEngine:
     ) -> Mapping[str, Any]:
         limits = httpx.Timeout(timeout, connect=self._timeouts.connect)
         try:
-            response = self._client.request(method, self._url + path, json=body, timeout=limits)
+            response = whole_answer(self._client, method, self._url + path, seconds=timeout, json=body, timeout=limits)
             answer = response.json()
         except httpx.ConnectError as error:
             hint = "Start it (python -m receiver.engines.serve), or another --engine-url."

@@ -9,8 +9,10 @@ import httpx
 import pytest
 
 from deltastore.errors import EngineError
-from receiver.engines.sglang import SglangEngine
-from receiver.engines.torch_server import TorchServerEngine
+from receiver.engines.gated import GateClient, GatedEngine
+from receiver.engines.none import NoEngine
+from receiver.engines.sglang import SglangEngine, SglangOptions
+from receiver.engines.torch_server import Timeouts, TorchServerEngine
 from receiver.engines.vllm import VllmEngine, VllmOptions
 
 #: Answers of servers that are well, of which parts are replaced.
@@ -53,6 +55,34 @@ def odd_server(seed):
         return httpx.Response(status, content=json.dumps(told).encode())
 
     return httpx.MockTransport(answer)
+
+
+class Endless(httpx.SyncByteStream):
+    """A body that never ends."""
+
+    def __init__(self, piece):
+        self.piece = piece
+
+    def __iter__(self):
+        while True:
+            yield self.piece
+
+
+@pytest.mark.parametrize("piece", [b" ", b" " * (1 << 20)])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "torch", "gateway"])
+def test_an_answer_that_does_not_end_is_no_answer(kind, piece, monkeypatch):
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Endless(piece)))
+    slow = len(piece) == 1
+    seconds = 0.2 if slow else 1e6
+    monkeypatch.setattr("receiver.engines.gated._ANSWER_SECONDS", seconds)
+    engines = {
+        "vllm": lambda: VllmEngine("http://h", options=VllmOptions(request_timeout=seconds), transport=transport),
+        "sglang": lambda: SglangEngine("http://h", options=SglangOptions(request_timeout=seconds), transport=transport),
+        "torch": lambda: TorchServerEngine("http://h", timeouts=Timeouts(request=seconds), transport=transport),
+        "gateway": lambda: GatedEngine(NoEngine(), GateClient("http://h", patience=0.0, transport=transport)),
+    }
+    with pytest.raises(EngineError, match="no answer" if slow else "over 67108864 bytes"):
+        engines[kind]().info()
 
 
 ADAPTERS = {
