@@ -1,4 +1,4 @@
-"""Links that somebody else leads to the other slot: what is there is verified before any engine gets it."""
+"""Links led to the other slot, and files written to, by somebody else: no engine gets what was not verified."""
 
 from __future__ import annotations
 
@@ -62,3 +62,18 @@ def test_a_newer_version_is_built_from_the_slot_that_is_live_now(run, engine):
         ready_at(made, 3)
     assert training.differences(engine.loaded, run.snapshots[3]) == []
     training.assert_holds(run.live, run.snapshots[3])
+
+
+@pytest.mark.parametrize("scrub_rate", [0, 1 << 30])
+def test_files_that_were_written_to_are_verified_before_an_engine_that_restarted_gets_them(run, engine, scrub_rate):
+    with run.running(poll=3600.0, scrub_rate=scrub_rate) as made:
+        ready_at(made, 1)
+        training.until(lambda: made.status.record()["state"] == "following")
+        damage(run.live.resolve())
+        engine.restart()
+        engine.loaded = None
+        made.wake()
+        training.until(lambda: made.failure or engine.loaded is not None)
+        ready_at(made, 1)
+    assert training.differences(engine.loaded, run.snapshots[1]) == []
+    training.assert_holds(run.live, run.snapshots[1])
