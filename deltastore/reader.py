@@ -71,6 +71,8 @@ _WORTH_A_SEGMENT = 20
 #: versions, or where each has a thousand parts.
 _REMEMBERED = 256
 _REMEMBERED_PARTS = 16_384
+#: More than any version's number has.
+_MORE_DIGITS = 12
 
 
 class Store:
@@ -242,7 +244,8 @@ class Store:
         if version == "latest":
             return self.latest()
         if version.isascii() and version.isdigit():
-            return self.manifest(int(version))
+            digits = version.lstrip("0")[:_MORE_DIGITS] or "0"  # Python reads no number of thousands of them
+            return self.manifest(int(digits))
         if version.startswith("tag:"):
             from .tags import read_tag, tagged_manifest  # noqa: PLC0415 - only where a tag is named
 

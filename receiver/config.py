@@ -95,7 +95,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"The configuration {path} cannot be read: {error.strerror}.", key=str(path), hint="Give --config a file."
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is no TOML: {error}.", key=str(path), hint="Mend it; docs/operations.md has one."
         ) from error

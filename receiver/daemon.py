@@ -122,7 +122,7 @@ class Receiver:
         )
         workers = self._limits.workers or default_workers()
         self._rollback: Rollback = Rollback(self._slots, workers=workers)  # until there is a store to patch from
-        self._opening = self._begun = False
+        self._opening = self._begun = self._adopting = False
         wanted = options.coordination
         self._recovery = Recovery(
             self._slots,
@@ -291,12 +291,22 @@ class Receiver:
             tell("lost", f"{self._slots.directory} was removed or replaced. It is begun anew.", level=logging.WARNING)
             self._serving.doubt()
             self._or_mend(self._store, self._adopt)
+        self._take_over_relinked()
         self._mending.go_on(self._store, self._patcher.adopt)
         try:
             self._step()
         except DamagedSlot as error:
             self._mending.mend(self._store, error, self._patcher.adopt)
             self._step()
+
+    def _take_over_relinked(self) -> None:
+        """Adopt the slot that somebody else led the link to: nobody has looked at its bytes since it was left."""
+        source, name = self._rollback.source, self._slots.live_name()
+        if not self._begun or name is None:
+            return
+        if source is None or source.checkpoint.directory != self._slots.directory / name:
+            tell("relinked", f"Somebody led {self._slots.link} to the slot {name}.", level=logging.WARNING)
+            self._or_mend(self._store, self._adopt)
 
     def _open_store(self) -> Store:
         options = self._options
@@ -338,7 +348,11 @@ class Receiver:
         self._status.succeeded()
 
     def _adopt(self) -> None:
-        live = self._priority.run(self._patcher.adopt, leave=self.stop)
+        self._adopting = True
+        try:
+            live = self._priority.run(self._patcher.adopt, leave=self.stop)
+        finally:
+            self._adopting = False
         if live is not None:
             self._status.version = live.record.version
 
@@ -350,7 +364,8 @@ class Receiver:
         """Raise to leave a patch off, when it is not wanted any more."""
         if self._wakeups.stopped:
             raise Stopped
-        if not self._mending.going_on and self._heeded is not None and self._orders.control is not self._heeded:
+        busy = self._adopting or self._mending.going_on  # nothing is served before it was looked at: orders wait
+        if not busy and self._heeded is not None and self._orders.control is not self._heeded:
             raise Overtaken
         self._slots.check_held()
 
@@ -373,6 +388,7 @@ class Receiver:
 
     def _serve(self) -> None:
         """Have the engine serve the live slot, if there is one; the first time it may have to prove itself."""
+        self._take_over_relinked()
         live = self._slots.live()
         if live is None:
             return

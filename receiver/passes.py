@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltastore.errors import (
@@ -15,6 +16,7 @@ from deltastore.errors import (
     StoreNotFound,
     VersionNotFound,
 )
+from deltastore.spool import disk_error
 
 from .logs import tell_failure
 from .stopping import Overtaken
@@ -50,7 +52,7 @@ class Passes:
         failures = 0
         while not self._wakeups.stopped:
             try:
-                action()
+                self._attempt(action)
             except Overtaken:
                 continue
             except SelfTestFailed:
@@ -63,6 +65,13 @@ class Passes:
             else:
                 return
             self._wakeups.rest(pause)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Make a pass; what the system refused where nobody foresaw it is a failure as any other."""
+        try:
+            action()
+        except OSError as error:
+            raise disk_error(error, Path(str(error.filename or self._slots.directory))) from error
 
     def may_pass(self, error: DeltastoreError) -> bool:
         """Tell whether the same may work later. Bytes damaged on their way may, and can wait where a slot is live."""

@@ -30,6 +30,10 @@ class Rollback:
         """What the live slot holds; ``None`` before it was looked at, or where there is none."""
         return self._source
 
+    def verify(self, live: LiveSlot) -> None:
+        """Raise ``DamagedSlot`` unless a slot holds its version; files that were touched are hashed again."""
+        self._slots.source(live, workers=self._workers)
+
     def previous(self) -> LiveSlot | None:
         """Return the slot that is not live if it holds its version, verified as a live slot is."""
         try:

@@ -79,8 +79,8 @@ class Serving:
         """Make sure that the engine serves the live slot.
 
         A restarted or paused engine is loaded and confirmed again. When it refuses the version, ``rollback`` goes back
-        to the one before. Raises ``EngineError`` when it does not answer, or stays paused; ``StorageError`` when the
-        coordinator cannot tell; ``Stopped``.
+        to the one before. Raises ``DamagedSlot`` when the live slot is not what it was; ``EngineError`` when the engine
+        does not answer, or stays paused; ``StorageError`` when the coordinator cannot tell; ``Stopped``.
         """
         info = self._ask()
         weights = self._weights(live)
@@ -93,6 +93,7 @@ class Serving:
         if not self._coordinator.concerns(weights):
             self._status.enter("waiting")
             return
+        rollback.verify(live)
         result = self._activate(live, rollback)
         waits = result.outcome == "latched" and result.error is None  # for the others, and for what they decide next
         if result.outcome not in ("activated", "rolled-back", "refused") and not waits:

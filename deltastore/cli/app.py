@@ -79,12 +79,27 @@ class LazyGroup(click.Group):
 
 def run(group: click.Group) -> int:
     """Run a command line; returns the exit code. Errors become two sentences on standard error."""
+    _open_standard_streams()
     _open_many_files()
     code = _run(group)
     # It is decided how this ends: an interrupt while Python itself ends could only add a traceback.
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
+
+
+def _open_standard_streams() -> None:
+    """Put nothing in the place of standard streams that are closed (``>&-``).
+
+    A file that is opened would else get such a stream's number, and what a library prints would be written into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w" if number else "r"))  # noqa: SIM115 - as long as we live
 
 
 def _open_many_files() -> None:

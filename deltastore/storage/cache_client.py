@@ -8,7 +8,6 @@ while, each time twice as long, so that one that is down does not cost time at e
 from __future__ import annotations
 
 import logging
-import os
 import random
 import ssl
 import threading
@@ -21,6 +20,7 @@ import httpx
 
 from deltastore.errors import UsageError
 from deltastore.storage.cache_directory import seal
+from deltastore.tokens import read_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,4 +190,4 @@ def open_cache_client(url: str, *, sleep: Callable[[float], None]) -> CacheClien
         raise UsageError("the cache is neither a directory nor an http:// or https:// URL", hint=hint)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise UsageError("the cache's URL takes no user, ? or #", hint=hint)
-    return CacheClient(url, token=os.environ.get(TOKEN_NAME) or None, sleep=sleep)
+    return CacheClient(url, token=read_token(TOKEN_NAME), sleep=sleep)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deltastore.cli.app import emit
 from deltastore.errors import DeltastoreError, SlotError, StorageError, UsageError
+from deltastore.tokens import read_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +33,7 @@ def ask(url: str, method: str, path: str, body: object = None, *, fields: Iterab
     """
     import httpx  # noqa: PLC0415 - --help does without
 
-    token = os.environ.get("RECEIVER_TOKEN")
+    token = read_token("RECEIVER_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = httpx.request(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import signal
 from queue import SimpleQueue
@@ -13,6 +12,7 @@ import click
 
 from deltastore.cli.app import cache_size_option, debug_option, local_path, storage_options
 from deltastore.errors import DeltastoreError, StorageError
+from deltastore.tokens import read_token
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ def command(store: str, cache: Path, cache_bytes: int | None, listen: str, stora
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     backend = open_backend(store, storage_options=storage_options, sleep=sleep)
     directory = CacheDirectory(cache, max_bytes=cache_bytes or DEFAULT_CACHE_BYTES, sleep=sleep)
-    with CacheServer(backend, directory, listen, token=os.environ.get(TOKEN_NAME)) as server:
+    with CacheServer(backend, directory, listen, token=read_token(TOKEN_NAME)) as server:
         log.info("Listening on %s.", server.url)
         try:
             store_at(backend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import signal
 from queue import SimpleQueue
@@ -11,6 +10,7 @@ from queue import SimpleQueue
 import click
 
 from deltastore.cli.app import debug_option, size_option
+from deltastore.tokens import read_token
 
 __all__ = ["command"]
 
@@ -64,8 +64,8 @@ def command(
         engine_url,
         listen,
         control=control,
-        token=os.environ.get(CLIENT_TOKEN_NAME),
-        control_token=os.environ.get("RECEIVER_TOKEN"),
+        token=read_token(CLIENT_TOKEN_NAME),
+        control_token=read_token("RECEIVER_TOKEN"),
         receiver=receiver_url,
         hold=hold,
         most_body=max_body or 32 << 20,

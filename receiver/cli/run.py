@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 from typing import Any
 
 import click
 
 from deltastore.cli.app import parse_size
+from deltastore.tokens import read_token
 
 from .options import make_receiver, receiver_options, show_settings, with_environment
 from .signals import INTERRUPTED, ended_by_signals
@@ -113,7 +113,7 @@ def command(print_config: bool, **values: Any) -> int:
     receiver, status = make_receiver(**{**values, "heartbeat": every if values["heartbeat"] else None})
     with (
         ended_by_signals(receiver, _code) as seen,
-        StatusServer(status, listen, token=os.environ.get("RECEIVER_TOKEN"), receiver=receiver) as server,
+        StatusServer(status, listen, token=read_token("RECEIVER_TOKEN"), receiver=receiver) as server,
     ):
         tell("listening", f"Listening on {server.url}.", url=server.url)
         receiver.run(url=server.url)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from deltastore.errors import UsageError
+from receiver.config import shown_url
 from receiver.engines.base import Engine, EngineInfo, InFlight, Probe
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ def _checked_url(engine: str, url: str | None) -> str:
     if url is None:
         raise UsageError(f"engine {engine} needs a URL", key=engine, hint="--engine-url http://127.0.0.1:PORT.")
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"engine URL {url!r} is not HTTP", key=url, hint="http://127.0.0.1:PORT.")
+        raise UsageError(
+            f"engine URL {shown_url(url)!r} is not HTTP", key=shown_url(url), hint="http://127.0.0.1:PORT."
+        )
     return url
 
 

@@ -137,7 +137,7 @@ class CommandEngine:
         try:
             logprobs = tuple(float("nan") if value is None else float(value) for value in told["logprobs"])
             return Probe(logprobs, tuple(int(token) for token in told.get("tokens") or ()))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self._error("probe", "it printed no logprobs") from error
 
     def resume(self) -> None:
@@ -163,7 +163,7 @@ class CommandEngine:
         _, output = self._run(name, hook, values, self._options.timeout)
         try:
             told = json.loads(output)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._error(name, "it printed something that is not JSON") from error
         if not isinstance(told, dict):
             raise self._error(name, "it printed something that is no object")
@@ -181,23 +181,24 @@ class CommandEngine:
         """Run a hook to its end; return its exit code and what it printed."""
         arguments = [values.get(part[1:-1], part) if part[:1] + part[-1:] == "{}" else part for part in hook or ()]
         environment = os.environ | {f"ENGINE_{key.upper()}": value for key, value in values.items()}
-        # Files, not pipes: a process that the hook leaves behind would hold a pipe open.
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            try:
+        try:
+            # Files, not pipes: a process that the hook leaves behind would hold a pipe open.
+            with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
                 code = _wait(arguments, environment, output, errors, seconds)
-            except OSError as error:
-                raise self._error(name, f"it cannot be run: {error}") from error
-            except subprocess.TimeoutExpired as error:
-                raise self._error(
-                    name,
-                    f"it did not end within {seconds:g} s and was killed",
-                    hint="a longer timeout, if it is only slow.",
-                ) from error
-            if code not in accepted:
-                said = _read(errors).strip().splitlines()
-                why = f"signal {-code}" if code < 0 else f"exit code {code}"
-                raise self._error(name, f"{why}{f': {said[-1][:_SHOWN]}' if said else ''}")
-            return code, _read(output)
+                printed, told = _read(output), _read(errors)
+        except (OSError, ValueError) as error:  # ValueError: an argument that the system cannot take
+            raise self._error(name, f"it cannot be run: {error}") from error
+        except subprocess.TimeoutExpired as error:
+            raise self._error(
+                name,
+                f"it did not end within {seconds:g} s and was killed",
+                hint="a longer timeout, if it is only slow.",
+            ) from error
+        if code not in accepted:
+            said = told.strip().splitlines()
+            why = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise self._error(name, f"{why}{f': {said[-1][:_SHOWN]}' if said else ''}")
+        return code, printed
 
     def _error(self, hook: str, why: str, *, hint: str | None = None) -> EngineError:
         return EngineError(f"engine hook {hook}: {why}", key=hook, hint=hint or "Run the hook by hand to see more.")

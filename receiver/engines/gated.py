@@ -7,7 +7,6 @@ engine itself may be resumed for a probe: seen from outside generation is still 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from contextlib import suppress
@@ -18,7 +17,10 @@ import httpx
 import msgspec
 
 from deltastore.errors import DrainTimeout, EngineError, UsageError
+from deltastore.tokens import read_token
+from receiver.config import shown_url
 from receiver.engines.base import EngineInfo
+from receiver.engines.http_client import whole_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +72,8 @@ class GateClient:
         patience: float = _PATIENCE_SECONDS,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self._url = url.rstrip("/")
+        self.url = shown_url(self._url)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.Client(trust_env=False, headers=headers, transport=transport)
         self._patience = patience
@@ -107,7 +110,8 @@ class GateClient:
         until = time.monotonic() + (self._patience if patient else 0.0)
         while True:
             try:
-                answer = self._client.request(method, self.url + path, json=body, timeout=_ANSWER_SECONDS + seconds)
+                limit = _ANSWER_SECONDS + seconds
+                answer = whole_answer(self._client, method, self._url + path, seconds=limit, json=body, timeout=limit)
                 return self._read(answer, path)
             except httpx.TransportError as error:
                 # Saying any of it once more changes nothing.
@@ -302,5 +306,9 @@ def behind_gateway(engine: Engine, url: str | None) -> Engine:
     if url is None:
         return engine
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"gateway URL {url!r} is not HTTP", key=url, hint="--gateway-url http://127.0.0.1:9331.")
-    return GatedEngine(engine, GateClient(url, token=os.environ.get("RECEIVER_TOKEN")))
+        raise UsageError(
+            f"gateway URL {shown_url(url)!r} is not HTTP",
+            key=shown_url(url),
+            hint="--gateway-url http://127.0.0.1:9331.",
+        )
+    return GatedEngine(engine, GateClient(url, token=read_token("RECEIVER_TOKEN")))

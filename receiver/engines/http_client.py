@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-import os
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
 from deltastore.errors import EngineError
+from deltastore.tokens import read_token
+from receiver.config import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["TOKEN_NAME", "EngineClient", "NoAnswer", "NotDone", "NotThere"]
+__all__ = ["TOKEN_NAME", "EngineClient", "NoAnswer", "NotDone", "NotThere", "whole_answer"]
 
 TOKEN_NAME: Final = "RECEIVER_ENGINE_TOKEN"  # noqa: S105 - the name, not the token
 _TRIES = 5  # connections that were closed while they stood idle; more than the pool ever holds
 _SHOWN = 300  # characters of an answer in a message
+_MOST_BYTES = 64 << 20  # of an answer
+
+
+def whole_answer(client: httpx.Client, method: str, url: str, *, seconds: float, **words: Any) -> httpx.Response:
+    """Send a request and return its whole answer; httpx's own time-outs begin anew with every byte.
+
+    Raises ``httpx.ReadTimeout`` where more than ``seconds`` passed, ``httpx.DecodingError`` where it is too large, and
+    what httpx raises.
+    """
+    until = time.monotonic() + seconds
+    content = bytearray()
+    with client.stream(method, url, **words) as response:
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > _MOST_BYTES:
+                raise httpx.DecodingError(f"the answer is over {_MOST_BYTES} bytes")
+            if time.monotonic() > until:
+                raise httpx.ReadTimeout("the answer does not end")
+    kind = response.headers.get("content-type")
+    return httpx.Response(
+        response.status_code,
+        headers={} if kind is None else {"content-type": kind},
+        content=bytes(content),
+        request=response.request,
+    )
 
 
 class NoAnswer(EngineError):
@@ -46,7 +73,8 @@ class EngineClient:
         self._url = url.rstrip("/")
         self._connect_timeout = connect_timeout
         self._hint = hint
-        token = os.environ.get(TOKEN_NAME)
+        self._shown = shown_url(self._url)
+        token = read_token(TOKEN_NAME)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # Proxies of the environment are for the outside world, not for the process next door.
         self._kept = httpx.Client(headers=headers, trust_env=False, transport=transport)
@@ -75,13 +103,13 @@ class EngineClient:
         response = self._send(method, path, timeout=timeout, query=query, body=body, repeatable=repeatable)
         try:
             answer = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.error(f"{path} answered something that is not JSON: {_shown(response.text)}") from error
         if not isinstance(answer, dict):
             answer = {"answer": answer}
         if answer.get("success", True) is not True:
             why = f"{path} says that it did not succeed: {_said(answer)}"
-            raise NotDone(f"engine {self._url}: {why}", key=self._url, hint="See its log.")
+            raise NotDone(f"engine {self._shown}: {why}", key=self._shown, hint="See its log.")
         return answer
 
     def text(self, method: str, path: str, *, timeout: float, query: Mapping[str, str] | None = None) -> str:
@@ -91,7 +119,7 @@ class EngineClient:
     def error(self, why: str, *, hint: str | None = None) -> EngineError:
         """Make an error about this server."""
         hint = hint or "See its log, and whether --engine and --engine-url fit what runs there."
-        return EngineError(f"engine {self._url}: {why}", key=self._url, hint=hint)
+        return EngineError(f"engine {self._shown}: {why}", key=self._shown, hint=hint)
 
     def _send(
         self,
@@ -110,15 +138,15 @@ class EngineClient:
             raise self.error(f"nothing answers there: {error}", hint=self._hint) from error
         except httpx.TimeoutException as error:
             raise NoAnswer(
-                f"engine {self._url}: no answer to {path} within {timeout:g} s",
-                key=self._url,
+                f"engine {self._shown}: no answer to {path} within {timeout:g} s",
+                key=self._shown,
                 hint="See its log; if it is only slow, give a longer timeout.",
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
             # RuntimeError is what a closed client raises.
             raise self.error(f"{path} failed: {error or type(error).__name__}") from error
         if response.status_code == httpx.codes.NOT_FOUND:
-            raise NotThere(f"engine {self._url}: it has no {path}", key=self._url, hint=self._hint)
+            raise NotThere(f"engine {self._shown}: it has no {path}", key=self._shown, hint=self._hint)
         if not response.is_success:
             raise self.error(f"{path} answered {response.status_code}: {_reason(response)}")
         return response
@@ -142,8 +170,15 @@ class EngineClient:
                     connecting.append(event)
 
             try:
-                return client.request(
-                    method, self._url + path, params=query, json=body, timeout=limits, extensions={"trace": note}
+                return whole_answer(
+                    client,
+                    method,
+                    self._url + path,
+                    seconds=limits.read or 0.0,
+                    params=query,
+                    json=body,
+                    timeout=limits,
+                    extensions={"trace": note},
                 )
             except (httpx.NetworkError, httpx.RemoteProtocolError):
                 # The pool has dropped that connection now; only the failure of a new one counts.
@@ -155,7 +190,7 @@ class EngineClient:
 def _reason(response: httpx.Response) -> str:
     try:
         answer = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return _shown(response.text)
     return _said(answer) if isinstance(answer, dict) else _shown(response.text)
 

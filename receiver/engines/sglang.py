@@ -122,7 +122,7 @@ class SglangEngine:
             made = answer["meta_info"]["output_token_logprobs"]
             logprobs = tuple(math.nan if value is None else float(value) for value, *_ in made)
             return Probe(logprobs, tuple(int(token) for _, token, *_ in made))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self._http.error("/generate answered without log-probabilities") from error
 
     def resume(self) -> None:

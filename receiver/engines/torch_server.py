@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from deltastore.errors import DrainTimeout, EngineError
+from receiver.config import shown_url
 from receiver.engines.base import EngineInfo, Probe
+from receiver.engines.http_client import whole_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +51,7 @@ class TorchServerEngine:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = url.rstrip("/")
+        self._shown = shown_url(self._url)
         self._timeouts = timeouts or Timeouts()
         # Proxies of the environment are for the outside world, not for the process next door.
         self._client = httpx.Client(trust_env=False, transport=transport)
@@ -112,7 +115,7 @@ class TorchServerEngine:
     ) -> Mapping[str, Any]:
         limits = httpx.Timeout(timeout, connect=self._timeouts.connect)
         try:
-            response = self._client.request(method, self._url + path, json=body, timeout=limits)
+            response = whole_answer(self._client, method, self._url + path, seconds=timeout, json=body, timeout=limits)
             answer = response.json()
         except httpx.ConnectError as error:
             hint = "Start it (python -m receiver.engines.serve), or another --engine-url."
@@ -136,7 +139,7 @@ class TorchServerEngine:
 
     def _error(self, why: str, *, key: str | None = None, hint: str | None = None) -> EngineError:
         return EngineError(
-            f"engine {self._url}: {why}",
-            key=key or self._url,
+            f"engine {self._shown}: {why}",
+            key=key or self._shown,
             hint=hint or "See its log, and whether --engine-url is an engine of this kind.",
         )

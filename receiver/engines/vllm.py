@@ -150,7 +150,7 @@ class VllmEngine:
         try:
             choice = answer["choices"][0]
             told = {"tokens": choice.get("token_ids"), "logprobs": choice["logprobs"]["token_logprobs"]}
-        except (KeyError, IndexError, TypeError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise self._http.error("/v1/completions answered without log-probabilities") from error
         return self._probed(told)
 
@@ -249,6 +249,6 @@ class VllmEngine:
         try:
             logprobs = tuple(math.nan if value is None else float(value) for value in told["logprobs"])
             tokens = tuple(int(token) for token in told.get("tokens") or ())
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self._http.error("the probe was answered in another way") from error
         return Probe(logprobs, tokens)

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from deltastore.errors import DeltastoreError, UsageError
+from receiver.config import shown_url
 from receiver.http_server import KEEP_ALIVE, HttpServer
 
 from .gate import Gate
@@ -245,10 +246,11 @@ async def _order(request: Request, kind: type[_T]) -> _T:
 
 
 def _http_url(url: str, option: str) -> httpx.URL:
+    shown, hint = shown_url(url), f"{option} http://127.0.0.1:8000."
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise UsageError(f"{url!r} is no URL: {error}.", key=url, hint=f"{option} http://127.0.0.1:8000.") from error
+        raise UsageError(f"{shown!r} is no URL: {error}.", key=shown, hint=hint) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UsageError(f"{url!r} is not an HTTP URL.", key=url, hint=f"{option} http://127.0.0.1:8000.")
+        raise UsageError(f"{shown!r} is not an HTTP URL.", key=shown, hint=hint)
     return parsed

@@ -58,6 +58,7 @@ def test_the_documented_fields_of_each_record_are_there(store, tmp_path, command
         (10, ["publish", "{root}/nothing", "{root}/base"]),
         (10, ["publish", "{root}/nothing", "{root}/base", "--base", "{root}/base"]),
         (10, ["show", "{store}", "1"]),
+        (10, ["show", "{store}", "1" * 5000]),
         (10, ["show", "{store}", "9999999999"]),
         (10, ["show", "{store}", "99999999999999999999"]),
         (10, ["restore", "{store}", "tag:none", "{root}/out"]),
@@ -135,6 +136,34 @@ def test_output_into_a_closed_pipe_is_no_traceback(store, tmp_path):
     os.close(writing)
     assert ended.returncode == 1
     assert ended.stderr == b""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_keep_nothing_from_being_done(store, tmp_path, closed):
+    import os  # noqa: PLC0415 - only here
+    import subprocess  # noqa: PLC0415
+    import sys  # noqa: PLC0415
+    from pathlib import Path  # noqa: PLC0415
+
+    live = tmp_path / "live"
+    for code, module, *words in (
+        (0, "receiver", "once", "--store", store, "--checkpoint", live),
+        (0, "receiver", "verify", "--checkpoint", live),
+        (0, "deltastore", "restore", store, "0", tmp_path / "out"),
+        (2, "deltastore", "forget", store, "--keep-last", "1"),
+        (10, "deltastore", "log", tmp_path / "nothing"),
+    ):
+        ended = subprocess.run(
+            ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", module, *map(str, words)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+        assert ended.returncode == code, (words, ended)
+        assert b"Traceback" not in ended.stderr
+    training.assert_holds(live, training.small_snapshot(0))
+    training.assert_holds(tmp_path / "out", training.small_snapshot(0))
 
 
 def test_an_answer_that_cannot_be_written_is_no_traceback(store):

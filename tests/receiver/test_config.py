@@ -137,6 +137,8 @@ def test_once_takes_the_same_file(written):
         ("[storage-options]\nx = [1]", "storage-options"),
         ("engine_url = 'x'", "engine_url"),
         ("store = ", "no TOML"),
+        ("a = " + "[" * 100_000, "no TOML"),
+        ("poll = " + "1" * 5000, "no TOML"),
         ("\x00", "no TOML"),
         ("store = 1", "store"),
     ],

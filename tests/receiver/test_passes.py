@@ -82,3 +82,17 @@ def test_no_pass_begins_once_it_is_stopped(passes, clock):
     clock.stop()
     passes.until_done(lambda: begun.append(1))
     assert begun == []
+
+
+def test_what_the_system_refused_is_a_failure_as_any_other(passes, status, clock, tmp_path):
+    """A disk that fails where nobody looked for it must not end what an engine is held by."""
+    errors = iter([OSError(5, "Input/output error", str(tmp_path / "live.slots")), PermissionError(13, "Denied")])
+
+    def action():
+        for error in errors:
+            raise error
+
+    passes.until_done(action)
+    assert len(clock.rests) == 2
+    assert isinstance(status.error, StorageError)
+    assert "Denied" in str(status.error)

@@ -51,6 +51,25 @@ def test_what_a_hook_says_before_it_fails_is_shown(tmp_path):
     assert (caught.value.key, bool(caught.value.hint)) == ("load", True)
 
 
+def test_a_temporary_directory_that_is_gone_is_the_hooks_error(tmp_path, monkeypatch):
+    """What cleans it up may come between a pause and its load."""
+    made = engine(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(EngineError, match="hook pause: it cannot be run"):
+        made.pause("keep")
+
+
+def test_answers_and_arguments_that_cannot_be_are_the_hooks_error(tmp_path):
+    info = script(tmp_path, "print('[' * 100000)")
+    with pytest.raises(EngineError, match="not JSON"):
+        engine(tmp_path, info=info).info()
+    probe = script(tmp_path, """print('{"logprobs": [-1.0], "tokens": [Infinity]}')""")
+    with pytest.raises(EngineError, match="no logprobs"):
+        engine(tmp_path, probe=probe).probe()
+    with pytest.raises(EngineError, match="cannot be run"):
+        engine(tmp_path, pause="a\0b").pause("keep")
+
+
 def test_a_hook_is_killed_at_its_time_with_all_its_processes(tmp_path):
     (tmp_path / "hook").write_text('sleep 60 &\necho $! > "$1"\nwait\n')
     made = engine(tmp_path, pause=f"sh {tmp_path}/hook {tmp_path}/child", pause_timeout="1.0")
