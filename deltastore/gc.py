@@ -382,6 +382,8 @@ def _doomed_parts(store: Store, standing: Standing) -> Iterator[Doomed]:
     for version, manifest in sorted(store.manifests(sorted(v for v in objects if v <= newest)).items()):
         own = {part.key for part in manifest.model.parts}
         gone = not standing.keeps_parts(version)
+        if any(attempt_id != manifest.attempt_id for attempt_id, _ in objects[version]):
+            store.recheck(manifest)  # it may be known from a log segment, which an older history left
         for attempt_id, info in objects[version]:
             if attempt_id != manifest.attempt_id:
                 yield Doomed(info.key, info.size, "superseded")

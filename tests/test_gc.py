@@ -324,6 +324,18 @@ def test_a_store_that_is_replaced_while_it_is_looked_at_loses_nothing(store, pla
     assert check(LocalBackend(place), read_data=True).ok
 
 
+def test_no_part_is_taken_for_a_lost_one_on_the_word_of_a_manifest_that_is_not_in_the_store(store, monkeypatch):
+    # As a log segment tells it that an older history left behind.
+    told = store.manifests(range(6))
+    other = msgspec.structs.replace(told[5], attempt_id="0" * 32, commit_id="0" * 32)
+    monkeypatch.setattr(
+        store, "manifests", lambda versions: {version: told[version] for version in versions} | {5: other}
+    )
+    with pytest.raises(StreamMismatch):
+        collect(store, grace=0)
+    assert check(store.backend, read_data=True).ok
+
+
 @pytest.mark.s3
 def test_an_object_store_is_kept_small_as_a_directory_is(s3, tmp_path):
     url, options = f"{s3.url}/retention", dict(s3.storage_options)
