@@ -238,6 +238,7 @@ def _serve() -> tuple[list[str], dict[str, str]] | None:
         if pid:
             _answer(json.dumps(pid))
             continue
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so by what it starts
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         os.dup2(os.open(request["out"], flags, 0o644), 1)
         os.dup2(os.open(request["err"], flags, 0o644), 2)

@@ -243,7 +243,8 @@ def test_a_bad_block_is_written_over(
     preadv = os.preadv
 
     def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        if offset < 1 << 20:
+        begun = str(slots.directory / "b") in os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - no real path
+        if begun and offset < 1 << 20:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return preadv(descriptor, buffers, offset)
 
