@@ -167,7 +167,7 @@ class Attempt:
     def parts(self, schema: Schema, component: str = MODEL) -> Iterator[Part]:
         """Yield the component's parts as the store has them, and the open one if it is this component's.
 
-        One at a time: each that is spooled takes a descriptor as long as somebody has it, and there may be thousands.
+        One at a time: each that is spooled is mapped as long as somebody has it, and there may be thousands.
         """
         identity = self._identity(component)
         for reference in self._parts.get(component, []):
