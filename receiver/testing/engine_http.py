@@ -50,7 +50,10 @@ class Handler(BaseHTTPRequestHandler):
     server: EngineHttp
 
     def do_GET(self) -> None:
-        """Answer whatever is asked."""
+        """Answer whatever is asked, unless the engine died: connections break one after the other."""
+        if self.server.broken:
+            self.break_off()
+            return
         try:
             self.server.owner.handle(self)
         except (Died, OSError):
@@ -161,7 +164,7 @@ class EngineHttp(ThreadingHTTPServer):
         self.owner = owner
         self._open: set[socket.socket] = set()
         self._changed = threading.Condition()
-        self._broken = False
+        self.broken = False
         self._listens = True
         super().__init__(("127.0.0.1", port), Handler)
 
@@ -169,7 +172,7 @@ class EngineHttp(ThreadingHTTPServer):
         """Note the connection."""
         with self._changed:
             self._open.add(request)
-            broken = self._broken
+            broken = self.broken
         if broken:
             _reset(request)
         super().process_request(request, client_address)
@@ -189,9 +192,9 @@ class EngineHttp(ThreadingHTTPServer):
     def break_off(self) -> None:
         """Listen no more, and break every connection."""
         with self._changed:
-            if self._broken:
+            if self.broken:
                 return
-            self._broken = True
+            self.broken = True
         self.shutdown()
         self.server_close()
         with self._changed:

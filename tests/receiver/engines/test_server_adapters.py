@@ -68,6 +68,13 @@ def engine(server, kind):
     engine.close()
 
 
+@pytest.fixture
+def hasty(server, kind):
+    engine = make_engine(kind, url=server.url, options=SHORT)
+    yield engine
+    engine.close()
+
+
 def activate(engine, checkpoint, version, in_flight="keep"):
     engine.pause(in_flight)
     engine.load(checkpoint, version=version)
@@ -77,11 +84,10 @@ def activate(engine, checkpoint, version, in_flight="keep"):
 
 @pytest.mark.parametrize("number", range(6))
 def test_any_fault_in_any_call_is_an_error_or_harmless_and_the_next_try_ends_well(
-    server, engine, kind, checkpoints, number
+    server, engine, hasty, kind, checkpoints, number
 ):
     """After whatever failed, one more activation is enough, unless the engine died."""
     path = CALLS[kind][number]
-    hasty = make_engine(kind, url=server.url, options=SHORT)
     wanted = [[token.token for token in expected_tokens(checkpoint, PROMPT, 4)] for checkpoint in checkpoints]
     for turn, fault in enumerate(one for one in EngineFaultKind if one is not EngineFaultKind.HALF_LOAD):
         version, checkpoint = f"s/{turn}", turn % 3
@@ -106,7 +112,6 @@ def test_any_fault_in_any_call_is_an_error_or_harmless_and_the_next_try_ends_wel
         activate(engine, checkpoints[checkpoint], version)
         assert engine.info().version == version
         assert complete(server.url, PROMPT, 4)[0] == wanted[checkpoint]
-    hasty.close()
 
 
 def failure_of(call, *arguments):

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from training import until
 
+from receiver.testing import engine_http
 from receiver.testing.completions import chat_prompt
 from receiver.testing.engine_faults import AnswerFault, AnswerFaultKind, EngineFault, EngineFaultKind
 from receiver.testing.engine_server import EngineServer
@@ -189,6 +190,15 @@ def test_each_fault_fails_one_call_in_its_way(server, client, kind):
     until(lambda: (server.engine.running != "all") == done)
     assert server.engine.dead == (kind in {EngineFaultKind.DIE, EngineFaultKind.DIE_AFTER})
     assert [(call.method, call.path) for call in server.calls] == [("POST", "/pause")]
+
+
+def test_a_dead_engine_answers_nothing_on_connections_that_are_yet_to_break(server, client, monkeypatch):
+    client.get("/health")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_http, "_reset", lambda connection: None)
+        server.die()
+    with pytest.raises(httpx.TransportError):
+        client.get("/health")
 
 
 def test_sglang_flushes_only_what_nothing_runs_on(checkpoints):
