@@ -6,7 +6,7 @@ Parts are kept until the version's fate is known: in memory up to a fixed budget
 from __future__ import annotations
 
 import secrets
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .spool import Spool
     from .storage import Backend
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "upload_pool"]
 
 #: A part is closed when its payload reaches this many bytes. Even the largest stays below the format's 64 MiB, with a
 #: table of the most rows and the chunk that filled it.
@@ -42,11 +42,17 @@ _MEMORY_BYTES = 48 << 20
 _UPLOADERS = 4
 
 
+def upload_pool() -> ThreadPoolExecutor:
+    """Return threads that upload parts."""
+    return ThreadPoolExecutor(_UPLOADERS, thread_name_prefix="upload")
+
+
 class Attempt:
     """Collects one version's parts, or one route's. Used from one thread; uploads run in others.
 
     ``key_of`` names the attempt's objects: (version, attempt id, name) to key. ``keep_parts=False`` frees a part as
-    soon as it is uploaded; until then it waits on disk, never in memory.
+    soon as it is uploaded; until then it waits on disk, never in memory. ``pool``: what uploads, of its own unless
+    given; whoever makes many attempts need not start threads for each.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Attempt:
         hash_function: Hasher,
         key_of: Callable[[int, str, str], str] = part_key,
         keep_parts: bool = True,
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
         self.attempt_id = secrets.token_hex(16)
         self.version = version
@@ -80,7 +87,8 @@ class Attempt:
         self._parts: dict[str, list[PartRef]] = {}
         self._objects: list[str] = []
         self._uploads: list[Future[None]] = []
-        self._pool = ThreadPoolExecutor(_UPLOADERS, thread_name_prefix="upload")
+        self._owns_pool = pool is None
+        self._pool = pool or upload_pool()
 
     def _identity(self, component: str) -> PartIdentity:
         return PartIdentity(self._stream_id, self.version, self.attempt_id, component)
@@ -162,7 +170,12 @@ class Attempt:
         """Block until every part is in the store; raises what an upload raised."""
         for upload in self._uploads:
             upload.result()
-        self._pool.shutdown()
+        self._leave_pool()
+
+    def _leave_pool(self) -> None:
+        wait([upload for upload in self._uploads if not upload.cancel()])
+        if self._owns_pool:
+            self._pool.shutdown()
 
     def parts(self, schema: Schema, component: str = MODEL) -> Iterator[Part]:
         """Yield the component's parts as the store has them, and the open one if it is this component's.
@@ -185,7 +198,7 @@ class Attempt:
 
     def abandon(self) -> None:
         """Stop, and remove what was uploaded. Only for an attempt whose manifest was never sent, or lost."""
-        self._pool.shutdown(cancel_futures=True)
+        self._leave_pool()
         for key in self._objects:
             with suppress(DeltastoreError):  # an orphan does no harm: no manifest names it, and gc finds it
                 self._backend.delete(key)

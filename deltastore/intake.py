@@ -38,6 +38,9 @@ _LEAST_BATCH_BYTES = 8 << 20
 _TOGETHER_BYTES = 64 << 20
 #: Batches that are not collected yet, beyond one a thread.
 _AHEAD = 1
+#: Digests of encoded chunks that wait for their place in the table: many at once take less of the interpreter's time,
+#: which the threads that encode need too.
+_NEW_DIGESTS = 4096
 #: A batch has at most so many tiny tensors, and so many bytes of them.
 _TINY_TENSORS = 2048
 _TINY_BYTES = 1 << 20
@@ -109,6 +112,7 @@ class Intake:
         self._pool = pool
         self._workers = workers
         self._digests: Digests = shadow.digests.copy()
+        self._new_digests: list[tuple[int, int, bytes]] = []
         self._tiny = shadow.tiny.tolist()
         self._seen: set[str] = set()
         self._problems: list[tuple[str, str]] = []
@@ -208,14 +212,21 @@ class Intake:
         rows = self._running[0].result()
         self._running.popleft()
         self._attempt.add(rows)
-        if not rows:
+        for row in rows:
+            self._new_digests.append((row.tensor, row.chunk, row.new_digest))
+            self.changed_elements += row.encoded.changed
+            self.invertible &= row.encoded.encoding != Encoding.FULL
+        if len(self._new_digests) >= _NEW_DIGESTS:
+            self._note_digests()
+
+    def _note_digests(self) -> None:
+        """Write what is new into the table of digests."""
+        if not self._new_digests:
             return
-        tensors = np.array([row.tensor for row in rows], np.int64)
-        numbers = self._schema.first_chunk[tensors] + np.array([row.chunk for row in rows], np.int64)
-        digests = np.frombuffer(b"".join([row.new_digest for row in rows]), np.uint8)
-        self._digests[numbers] = digests.reshape(len(rows), -1)
-        self.changed_elements += sum([row.encoded.changed for row in rows])
-        self.invertible &= Encoding.FULL not in {row.encoded.encoding for row in rows}
+        tensors, chunks, digests = zip(*self._new_digests, strict=True)
+        self._new_digests = []
+        numbers = self._schema.first_chunk[list(tensors)] + np.array(chunks, np.int64)
+        self._digests[numbers] = np.frombuffer(b"".join(digests), np.uint8).reshape(len(numbers), -1)
 
     def _hash_alias(self, tensor: TensorInput) -> list[bytes]:
         return [
@@ -225,6 +236,7 @@ class Intake:
 
     def finish(self) -> Digests:
         """Return the new snapshot's chunk digests; raises ``PublishError`` naming everything that did not fit."""
+        self._note_digests()
         self._problems += [
             (spec.name, f"{spec.name} is missing") for spec in self._schema if spec.name not in self._seen
         ]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from .anchoring import Anchoring
-from .attempt import Attempt
+from .attempt import Attempt, upload_pool
 from .checkpoint import Checkpoint, open_checkpoint
 from .clock import now
 from .codec import LEVELS
@@ -168,6 +168,7 @@ class Writer:
         self._anchoring: Anchoring | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._encoders = ThreadPoolExecutor(self._workers, thread_name_prefix="encode")
+        self._uploaders = upload_pool()
         try:
             policy = anchor_policy(anchor_every, anchor_when)
             try:
@@ -335,6 +336,7 @@ class Writer:
             stream_id=self.store.stream_id,
             version=self._head.version + 1,
             hash_function=self.store.hash,
+            pool=self._uploaders,
         )
 
     def _sent(
@@ -489,6 +491,7 @@ class Writer:
         self._closed = True
         self._committer.shutdown()
         self._encoders.shutdown()
+        self._uploaders.shutdown()
         if self._anchoring is not None:
             self._anchoring.close()
         self._spool.close()
