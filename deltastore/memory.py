@@ -1,4 +1,4 @@
-"""Memory that begins where a cache line does, and files as memory."""
+"""Memory that begins where a cache line does, somebody else's memory, and files as memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["ALIGNMENT", "aligned_memory", "mapped_file"]
+__all__ = ["ALIGNMENT", "aligned_memory", "mapped_file", "memory_at"]
 
 #: Bytes of a cache line.
 ALIGNMENT = 64
@@ -32,14 +32,19 @@ def aligned_memory(nbytes: int) -> Bytes:
     return memory[begin : begin + nbytes]
 
 
-class _Map:
-    """Mapped memory, as NumPy asks for it: unmapped when no array has it any more."""
+class _Memory:
+    """Memory at an address, as NumPy asks for it: read-only, and in use as long as an array has it."""
 
-    __slots__ = ("__array_interface__", "__weakref__")
+    __slots__ = ("__array_interface__", "__weakref__", "owner")
 
-    def __init__(self, address: int, size: int) -> None:
+    def __init__(self, address: int, size: int, owner: object = None) -> None:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, True)}
-        weakref.finalize(self, _munmap, address, size).atexit = False
+        self.owner = owner
+
+
+def memory_at(address: int, nbytes: int, owner: object) -> Bytes:
+    """Return ``nbytes`` bytes at ``address``, which are there as long as ``owner`` is, as read-only uint8."""
+    return np.asarray(_Memory(address, nbytes, owner))
 
 
 def mapped_file(descriptor: int, size: int) -> Bytes:
@@ -51,4 +56,6 @@ def mapped_file(descriptor: int, size: int) -> Bytes:
     address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return np.asarray(_Map(address, size))
+    memory = _Memory(address, size)
+    weakref.finalize(memory, _munmap, address, size).atexit = False
+    return np.asarray(memory)

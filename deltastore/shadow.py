@@ -156,10 +156,11 @@ class Shadow:
         """
         rows: list[ChunkRow] = []
         try:
-            for version in self._versions(runs, self._tools().buffer):
-                row = self._encode(*version)
-                if row is not None:
-                    rows.append(row)
+            if any(type(run[1]) is DeviceBytes for run in runs):
+                self._encode_with_device(runs, rows)
+            else:
+                for run in runs:
+                    self._encode_run(run, rows)
             if tiny is not None:
                 self._encode_tiny(tiny, rows)
         except BaseException:
@@ -167,11 +168,23 @@ class Shadow:
             raise
         return rows
 
+    def _encode_run(self, run: Run, rows: list[ChunkRow]) -> None:
+        """Encode a run that lies in the CPU's memory; one view a run, since each takes a while to make."""
+        position, content, first, end = run
+        spec = self.schema.tensors[position]
+        begin, stop = first * CHUNK_BYTES, spec.chunk_range(end - 1)[1]
+        new = content(begin, stop)
+        for chunk in range(first, end):
+            start = chunk * CHUNK_BYTES - begin
+            row = self._encode(position, chunk, new[start : start + CHUNK_BYTES], None)
+            if row is not None:
+                rows.append(row)
+
     def _encode(self, position: int, chunk: int, given: Bytes, where: Positions | None) -> ChunkRow | None:
         encoder, spec = self._tools().encoder, self.schema.tensors[position]
         number = int(self.schema.first_chunk[position]) + chunk
-        start, stop = spec.chunk_range(chunk)
-        old = self._tensors[position][start:stop]
+        start = chunk * CHUNK_BYTES
+        old = self._tensors[position][start : start + CHUNK_BYTES]
         if where is not None:
             encoded, new = encoder.change_at(old, given, where, width=spec.width), given
         elif not self._follows:
@@ -222,20 +235,18 @@ class Shadow:
             old_digest = old_digests[index * digest_size : (index + 1) * digest_size]
             rows.append(ChunkRow(position, 0, encoded, old_digest, digest(self._tensors[position])))
 
-    def _versions(self, runs: Sequence[Run], buffer: Bytes) -> Iterator[Version]:
-        """Yield each chunk's new bytes, and where they changed if that is known: then they are a private copy."""
-        device = self._device_shadow() if any(isinstance(run[1], DeviceBytes) for run in runs) else None
-        changes = device.compare(runs) if device is not None else []
-        for number, (position, content, first, end) in enumerate(runs):
-            if device is not None and isinstance(content, DeviceBytes):
-                yield from device.versions(runs[number], changes[number], buffer)
+    def _encode_with_device(self, runs: Sequence[Run], rows: list[ChunkRow]) -> None:
+        """Encode runs some of which lie on a device: where those changed is found there, for all of them together."""
+        device, buffer = self._device_shadow(), self._tools().buffer
+        changes = device.compare(runs)
+        for run, found in zip(runs, changes, strict=True):
+            if type(run[1]) is not DeviceBytes:
+                self._encode_run(run, rows)
                 continue
-            spec = self.schema.tensors[position]
-            begin = first * CHUNK_BYTES
-            data = content(begin, spec.chunk_range(end - 1)[1])  # a view: one a run, since each takes a while to make
-            for chunk in range(first, end):
-                start, stop = spec.chunk_range(chunk)
-                yield position, chunk, data[start - begin : stop - begin], None
+            for version in device.versions(run, found, buffer):
+                row = self._encode(*version)
+                if row is not None:
+                    rows.append(row)
 
     def _device_shadow(self) -> DeviceShadow:
         with self._device_lock:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from .errors import CorruptObject, PublishError
+from .memory import memory_at
 from .snapshot import TensorSpec
 
 if TYPE_CHECKING:
@@ -100,8 +101,16 @@ class HostBytes(NamedTuple):
     address: int
 
     def __call__(self, start: int, end: int, /) -> Bytes:
-        """Return a view of bytes ``start`` to ``end``."""
-        return _flat(self.owner).numpy()[start:end]  # type: ignore[no-any-return]
+        """Return a view of bytes ``start`` to ``end``; raises ``PublishError`` when the memory is another's by now.
+
+        Torch's own way there takes ten times as long.
+        """
+        if self.owner.data_ptr() != self.address:
+            raise PublishError(
+                "The memory of a tensor was freed or replaced while it was published.",
+                hint="Leave tensors alone until `publish` has returned.",
+            )
+        return memory_at(self.address + start, end - start, self.owner)
 
 
 class TensorInput(NamedTuple):
