@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from forkserver import ForkServer
 
     from deltastore.testing.s3_server import S3Server
+
+# A shell has what it starts in the background ignore this, and so would whatever the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples everywhere and every time: a failure on another machine can be repeated on this one.
 settings.register_profile(

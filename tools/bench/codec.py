@@ -16,6 +16,7 @@ from deltastore.codec.taking import warm_up_taking
 from .contenders import Files, Ours, Yardstick
 from .crew import Crew
 from .limits import limits, limits_section
+from .pairs import repeated
 from .report import Column, Report, Section, Target, percent, rate, ratio, text
 from .synthetic import DENSITIES, KINDS, make_pair, unchanged_pair
 from .timing import gigabytes, medians
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 LEVELS = ("fast", "max")
+_FEW = 0.02
 
 _COLUMNS = (
     Column("data", "case", text),
@@ -62,16 +64,18 @@ def run(settings: Settings) -> Report:
 
 
 def _cases(settings: Settings) -> Iterator[Pair]:
-    size = settings.model_bytes(128, 16)
+    """Yield pairs: larger ones where little changed, or a whole pass takes a few milliseconds."""
+    usual, large = settings.model_bytes(128, 16), settings.model_bytes(512, 16)
     quick = {("bf16", 0.01), ("bf16", 0.02), ("f32", 1.0), ("fp8", 0.01), ("int4", 0.01), ("nvfp4", 0.01)}
     for kind in KINDS:
         for density in DENSITIES:
             if settings.case in f"{kind} {density:.1%}" and (not settings.quick or (kind, density) in quick):
-                yield make_pair(kind, density, size)
+                yield make_pair(kind, density, large if density <= _FEW else usual)
     if settings.case in "bf16 unchanged":
-        yield unchanged_pair(size)
+        yield unchanged_pair(large)
     if settings.case in "trained":
-        yield from trained_pairs(settings)
+        for pair in trained_pairs(settings):
+            yield repeated(pair, large)
 
 
 def _measure(pair: Pair, threads: int, settings: Settings) -> Row:
