@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +19,7 @@ from deltastore.part import ChunkRow
 from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec
 from deltastore.spool import Spool
 from deltastore.storage.local import LocalBackend
-from deltastore.testing import Fault, FaultyBackend
+from deltastore.testing import Effect, Fault, FaultyBackend
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +40,9 @@ def attempt(tmp_path: Path) -> Attempt:
     return made(LocalBackend(tmp_path / "store"), tmp_path)
 
 
-def made(backend: LocalBackend | FaultyBackend, tmp_path: Path) -> Attempt:
-    return Attempt(backend, Spool(tmp_path / "spool"), stream_id="1" * 32, version=3, hash_function=XXH3)
+def made(backend: LocalBackend | FaultyBackend, tmp_path: Path, *, pool: ThreadPoolExecutor | None = None) -> Attempt:
+    spool = Spool(tmp_path / "spool")
+    return Attempt(backend, spool, stream_id="1" * 32, version=3, hash_function=XXH3, pool=pool)
 
 
 def objects(tmp_path: Path) -> dict[str, int]:
@@ -152,6 +155,37 @@ def test_parts_that_are_not_kept_wait_on_disk_and_leave_it(tmp_path: Path, monke
     assert min(seen) >= 1
     assert not [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
     assert objects(tmp_path).keys() == {part.key for part in parts}
+
+
+def test_an_abandoned_attempt_waits_for_its_uploads_and_leaves_the_threads_to_others(tmp_path: Path) -> None:
+    writing, goes_on = threading.Event(), threading.Event()
+    local = LocalBackend(tmp_path / "store")
+
+    def held() -> None:
+        writing.set()
+        goes_on.wait(30)
+
+    backend = FaultyBackend(local, [Fault(operation="write", effect=Effect.NONE, hook=held)])
+    with ThreadPoolExecutor(1) as pool:
+        attempt = made(backend, tmp_path, pool=pool)
+        attempt.begin("model", SCHEMA)
+        attempt.add(rows(range(3)))
+        attempt.end()
+        attempt.add(rows(range(3, 6)))
+        attempt.end()
+        assert writing.wait(30)
+        abandoning = threading.Thread(target=attempt.abandon)
+        abandoning.start()
+        assert abandoning.is_alive()
+        goes_on.set()
+        abandoning.join(30)
+        assert objects(tmp_path) == {}
+        other = made(local, tmp_path, pool=pool)
+        other.begin("model", SCHEMA)
+        other.add(rows(range(3)))
+        parts = other.end()
+        other.wait_uploaded()
+        assert objects(tmp_path).keys() == {part.key for part in parts}
 
 
 def test_what_an_upload_raised_is_raised_by_who_waits(tmp_path: Path) -> None:

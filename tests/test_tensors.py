@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from deltastore.container import parse_header
 from deltastore.errors import PublishError
 from deltastore.snapshot import Schema, TensorSpec
 from deltastore.tensors import (
+    HostBytes,
     TensorInput,
     checkpoint_tensors,
     is_tied_alias,
@@ -69,7 +71,11 @@ NUMPY_DTYPES = {
 
 
 def taken(value: Any, name: str = "w") -> TensorInput:
+    """Take one tensor; a stream that knows it takes the same bytes, over a shorter way."""
     (found,) = named_tensors({name: value}, EMPTY)
+    (known,) = named_tensors({name: value}, Schema([found.spec]))
+    assert known.spec == found.spec
+    assert content(known) == content(found)
     return found
 
 
@@ -188,6 +194,30 @@ def test_contiguous_memory_is_viewed_and_not_copied() -> None:
     found = taken(array)
     array[0] = 1.0
     assert content(found) == array.tobytes()
+
+
+def test_plain_memory_of_a_known_tensor_is_viewed_where_it_lies_and_lives_as_long_as_the_view() -> None:
+    value = torch.arange(100, dtype=torch.float32)[10:60]
+    expected = value.numpy().tobytes()
+    (found,) = named_tensors({"w": value}, Schema([TensorSpec("w", "F32", (50,))]))
+    assert isinstance(found.bytes, HostBytes)
+    view = found.bytes(8, 200)
+    assert (view.ctypes.data, view.flags.writeable) == (value.data_ptr() + 8, False)
+    del value, found
+    gc.collect()
+    assert view.tobytes() == expected[8:200]
+
+
+@pytest.mark.parametrize("loss", ["freed", "replaced"])
+def test_memory_that_is_lost_before_it_is_read_is_a_publish_error(loss: str) -> None:
+    value = torch.zeros(50)
+    (found,) = named_tensors({"w": value}, Schema([TensorSpec("w", "F32", (50,))]))
+    if loss == "freed":
+        value.untyped_storage().resize_(0)
+    else:
+        value.set_(torch.ones(50))
+    with pytest.raises(PublishError, match="freed or replaced"):
+        found.bytes(0, 200)
 
 
 @pytest.mark.parametrize("name", NUMPY_DTYPES)
