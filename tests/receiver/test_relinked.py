@@ -42,7 +42,10 @@ def test_the_other_slot_is_verified_before_it_is_served(run, engine, mode, damag
             made.pause_following()
         made.wake()
         version = 2 if mode == "following" else 1
-        training.until(lambda: made.failure or made._slots.live().record.version == version)
+        training.until(
+            lambda: made.failure or made._slots.live().record.version == made.status.version == version,
+            what="the link is led back, and the status tells so",
+        )
         ready_at(made, version)
     assert training.differences(engine.loaded, run.snapshots[version]) == []
     training.assert_holds(run.live, run.snapshots[version])
