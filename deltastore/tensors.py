@@ -97,6 +97,7 @@ class DeviceBytes:
 class HostBytes(NamedTuple):
     """The bytes of a torch tensor that lie in the CPU's memory as they are: a ``TensorBytes`` that tells where."""
 
+    name: str
     owner: Any
     address: int
 
@@ -107,7 +108,8 @@ class HostBytes(NamedTuple):
         """
         if self.owner.data_ptr() != self.address:
             raise PublishError(
-                "The memory of a tensor was freed or replaced while it was published.",
+                f"The memory of {self.name} was freed or replaced while it was published.",
+                tensors=(self.name,),
                 hint="Leave tensors alone until `publish` has returned.",
             )
         return memory_at(self.address + start, end - start, self.owner)
@@ -185,7 +187,7 @@ class _Plain:
                 and _is_all_there(value)
                 and (address := value.data_ptr())
             ):
-                return HostBytes(value, address)
+                return HostBytes(wanted.name, value, address)
         except RuntimeError:  # torch's word for what has no memory
             pass
         return None

@@ -216,8 +216,9 @@ def test_memory_that_is_lost_before_it_is_read_is_a_publish_error(loss: str) -> 
         value.untyped_storage().resize_(0)
     else:
         value.set_(torch.ones(50))
-    with pytest.raises(PublishError, match="freed or replaced"):
+    with pytest.raises(PublishError, match="freed or replaced") as raised:
         found.bytes(0, 200)
+    assert raised.value.tensors == ("w",)
 
 
 @pytest.mark.parametrize("name", NUMPY_DTYPES)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 LEVELS = ("fast", "max")
+#: Up to this share changed, snapshots are larger: a pass over the usual ones takes a few milliseconds.
 _FEW = 0.02
 
 _COLUMNS = (
@@ -64,7 +65,6 @@ def run(settings: Settings) -> Report:
 
 
 def _cases(settings: Settings) -> Iterator[Pair]:
-    """Yield pairs: larger ones where little changed, or a whole pass takes a few milliseconds."""
     usual, large = settings.model_bytes(128, 16), settings.model_bytes(512, 16)
     quick = {("bf16", 0.01), ("bf16", 0.02), ("f32", 1.0), ("fp8", 0.01), ("int4", 0.01), ("nvfp4", 0.01)}
     for kind in KINDS:
