@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -112,9 +112,14 @@ class Serving:
         return info.version is not None and not info.paused
 
     def _look_for_first_tokens(self) -> None:
-        """Note how long after its resume the engine gave a token again, where it can tell; it may not know yet."""
+        """Note how long after its resume the engine gave a token again, where it can tell; it may not know yet.
+
+        One that does not answer here fails no pass: the next one asks how it is, before anything is believed of it.
+        """
         if self._awaits_first and (first_tokens := getattr(self._engine, "first_tokens", None)) is not None:
-            seconds = first_tokens()
+            seconds = None
+            with suppress(EngineError):
+                seconds = first_tokens()
             if seconds is not None:
                 self._status.first_tokens(seconds)
                 self._awaits_first = False

@@ -306,6 +306,21 @@ def test_a_patch_that_fails_leaves_the_state_as_it_was(run, engine, monkeypatch)
         assert made.status.serving == 1
 
 
+def test_an_engine_that_dies_when_asked_for_its_first_tokens_is_never_ready_with_an_error(run, engine):
+    seen = []
+
+    def die():
+        engine.dead = True
+        raise EngineError("nothing answers")
+
+    engine.first_tokens = die
+    with run.running(poll=0.01) as made:
+        failed = made.status.failed
+        made.status.failed = lambda error: (seen.append(made.status.ready), failed(error))
+        training.until(lambda: seen)
+    assert seen[0] is False
+
+
 def test_the_first_tokens_after_a_resume_are_timed_where_the_engine_tells(run, engine):
     told = iter([None, 0.25])
     engine.first_tokens = lambda: next(told)
