@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from descriptors import open_under
 
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, DiskFull, StorageError
@@ -99,9 +100,8 @@ def test_open_parts_take_no_descriptors_and_their_maps_go_with_them(tmp_path: Pa
     spool = Spool(tmp_path)
     spool.put(DATA, XXH3.of(DATA))
     (path,) = tmp_path.iterdir()
-    before = len(list(Path("/proc/self/fd").iterdir()))
     arrays = [np.frombuffer(spool.open(reference_to()), np.uint8)[1:] for _ in range(50)]
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not open_under(tmp_path)
     assert Path("/proc/self/maps").read_text().count(str(path)) == 50
     del arrays[1:]
     gc.collect()

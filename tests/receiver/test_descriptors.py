@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
-from contextlib import suppress
 
 import pytest
 import training
+from descriptors import open_under
 from following import ready_at
 
 import receiver.daemon
@@ -16,15 +15,6 @@ import receiver.patcher
 from deltastore.errors import CorruptObject, StorageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-def opened(below):
-    """Return the files below a directory that this process has open or mapped, over and over if so."""
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - only numbers
-        with suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - may be a deleted file's name
-    return sorted(name for name in found if name.startswith(str(below)))
 
 
 @pytest.fixture
@@ -44,7 +34,7 @@ def held_open(run, versions, *, before=lambda: None):
                 run.publish()
             ready_at(made, version)
             training.until(lambda: made.status.record()["state"] == "following")
-            yield opened(run.live.with_name("live.slots"))
+            yield open_under(run.live.with_name("live.slots"))
 
 
 @pytest.mark.parametrize("chained", [False, True])
