@@ -12,7 +12,7 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["ALIGNMENT", "aligned_memory", "mapped_file", "memory_at"]
+__all__ = ["ALIGNMENT", "address_of", "aligned_copy", "aligned_memory", "mapped_file", "memory_at"]
 
 #: Bytes of a cache line.
 ALIGNMENT = 64
@@ -30,6 +30,19 @@ def aligned_memory(nbytes: int) -> Bytes:
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % ALIGNMENT
     return memory[begin : begin + nbytes]
+
+
+def aligned_copy(data: Bytes) -> Bytes:
+    """Return a copy of uint8 ``data`` that begins a cache line."""
+    copy = aligned_memory(data.size)
+    copy[:] = data
+    return copy
+
+
+def address_of(data: Bytes) -> int:
+    """Return where the first byte lies."""
+    address: int = data.__array_interface__["data"][0]
+    return address
 
 
 class _Memory:

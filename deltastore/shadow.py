@@ -14,9 +14,9 @@ import numpy as np
 
 from .codec import DamagedChunk, EncodedChunk, Encoding
 from .codec.chunk import ChunkDecoder
-from .codec.taking import TINY_BYTES, TakingEncoder, take_tiny
+from .codec.taking import Spans, Taken, TakingEncoder, give_back
 from .errors import CorruptObject, PublishError
-from .memory import ALIGNMENT, aligned_memory
+from .memory import ALIGNMENT, address_of, aligned_copy, aligned_memory, memory_at
 from .part import ChunkRow
 from .patch import read_each, run_in_order, write_each
 from .replay import Fetch, replay
@@ -47,6 +47,8 @@ Run = tuple[int, "TensorBytes", int, int]
 #: One chunk's new bytes: its tensor's number, its own, the bytes, and the elements that changed where that is known.
 Version = tuple[int, int, "Bytes", "Positions | None"]
 
+#: Tensors of up to this many bytes are compared in batches.
+TINY_BYTES = 1 << 14
 #: Rows that a thread applies at a time.
 _BATCH_ROWS = 8
 
@@ -71,6 +73,12 @@ def shared_memory(sizes: Array) -> tuple[Bytes, Array]:
     room = -(-sizes // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(room)
     return aligned_memory(int(ends[-1]) if ends.size else 0), ends - room
+
+
+def _cut(digests: Digests) -> list[bytes]:
+    """Return each row's bytes."""
+    size, data = digests.shape[1], digests.tobytes()
+    return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 class Shadow:
@@ -145,7 +153,7 @@ class Shadow:
     def _tools(self) -> threading.local:
         local = self._local
         if not hasattr(local, "encoder"):
-            local.encoder, local.decoder = TakingEncoder(self.level), ChunkDecoder()
+            local.encoder, local.decoder = TakingEncoder(self.level, self.hash.name), ChunkDecoder()
             local.buffer = np.empty(CHUNK_BYTES, np.uint8)
         return local
 
@@ -159,8 +167,7 @@ class Shadow:
             if any(type(run[1]) is DeviceBytes for run in runs):
                 self._encode_with_device(runs, rows)
             else:
-                for run in runs:
-                    self._encode_run(run, rows)
+                self._encode_runs(runs, rows)
             if tiny is not None:
                 self._encode_tiny(tiny, rows)
         except BaseException:
@@ -168,17 +175,72 @@ class Shadow:
             raise
         return rows
 
-    def _encode_run(self, run: Run, rows: list[ChunkRow]) -> None:
-        """Encode a run that lies in the CPU's memory; one view a run, since each takes a while to make."""
-        position, content, first, end = run
-        spec = self.schema.tensors[position]
-        begin, stop = first * CHUNK_BYTES, spec.chunk_range(end - 1)[1]
-        new = content(begin, stop)
-        for chunk in range(first, end):
-            start = chunk * CHUNK_BYTES - begin
-            row = self._encode(position, chunk, new[start : start + CHUNK_BYTES], None)
+    def _encode_runs(self, runs: Iterable[Run], rows: list[ChunkRow]) -> None:
+        """Encode runs that lie in the CPU's memory, those of one element width together."""
+        widths: dict[int, list[tuple[int, ...]]] = {}
+        held = []
+        for position, content, first, end in runs:
+            spec = self.schema.tensors[position]
+            begin, stop = first * CHUNK_BYTES, spec.chunk_range(end - 1)[1]
+            new = content(begin, stop)
+            if address_of(new) % spec.width:
+                new = aligned_copy(new)
+            held.append(new)
+            start, address = int(self._starts[position]), address_of(new) - begin
+            found = widths.setdefault(spec.width, [])
+            for chunk in range(first, end):
+                offset = chunk * CHUNK_BYTES
+                size = min(offset + CHUNK_BYTES, stop) - offset
+                found.append((start + offset, address + offset, size, position, chunk))
+        for width, found in widths.items():
+            table = np.array(found, np.int64)
+            self._encode_spans(Spans(self._memory, table[:, :3], width), table[:, 3], table[:, 4], held, rows)
+
+    def _encode_spans(self, spans: Spans, tensors: Array, chunks: Array, owner: object, rows: list[ChunkRow]) -> None:
+        """Encode chunks of one width: together where they can be followed, and where much changed one by one.
+
+        ``owner`` keeps their new bytes where they are.
+        """
+        one_by_one: list[int] = []
+        if self._follows:
+            for taken in self._tools().encoder.take_spans(spans):
+                within = slice(taken.first, taken.first + len(taken.changed))
+                try:
+                    rows += self._note(taken, tensors[within], chunks[within])
+                except BaseException:
+                    give_back(spans, taken, self._tools().decoder)
+                    raise
+                one_by_one += (taken.first + np.flatnonzero(taken.changed < 0)).tolist()
+        else:
+            one_by_one += range(len(chunks))
+        for index in one_by_one:
+            _, address, size = spans.table[index].tolist()
+            row = self._encode(int(tensors[index]), int(chunks[index]), memory_at(address, size, owner), None)
             if row is not None:
                 rows.append(row)
+
+    def _note(self, taken: Taken, tensors: Array, chunks: Array) -> list[ChunkRow]:
+        """Note which chunks are ahead now; returns their rows."""
+        changed = np.flatnonzero(taken.changed > 0)
+        numbers = self.schema.first_chunk[tensors[changed]] + chunks[changed]
+        places = (tensors[changed].tolist(), chunks[changed].tolist())
+        counts, ends = taken.changed[changed].tolist(), taken.ends[changed].tolist()
+        old_digests = _cut(self.digests[numbers])
+        if taken.digests is not None:
+            new_digests = _cut(taken.digests[changed])
+        else:
+            new_digests = [
+                self.hash.digest(self.chunk(self.schema.tensors[tensor], chunk))
+                for tensor, chunk in zip(*places, strict=True)
+            ]
+        rows = []
+        begin = 0
+        for tensor, chunk, count, end, old, new in zip(*places, counts, ends, old_digests, new_digests, strict=True):
+            encoded = EncodedChunk(Encoding.SPARSE, count, taken.payloads[begin:end].tobytes())
+            rows.append(ChunkRow(tensor, chunk, encoded, old, new))
+            begin = end
+        self._ahead[numbers] = True
+        return rows
 
     def _encode(self, position: int, chunk: int, given: Bytes, where: Positions | None) -> ChunkRow | None:
         encoder, spec = self._tools().encoder, self.schema.tensors[position]
@@ -210,30 +272,10 @@ class Shadow:
         tensors, starts = np.array(tiny.positions, np.int64), np.array(tiny.starts, np.int64)
         for width in np.unique(self._widths[tensors]).tolist():
             of_width = self._widths[tensors] == width
-            self._encode_width(tensors[of_width], starts[of_width], tiny.data, width, rows)
-
-    def _encode_width(self, tensors: Array, starts: Array, data: Bytes, width: int, rows: list[ChunkRow]) -> None:
-        """Encode tiny tensors of one element width; those of which much changed one by one."""
-        numbers, sizes = self.schema.first_chunk[tensors], self._sizes[tensors]
-        if self._follows:
-            changed, ends, payloads = take_tiny(self._memory, data, self._starts[tensors], starts, sizes, width=width)
-            self._ahead[numbers] = changed > 0
-        else:
-            changed, ends, payloads = np.full(len(tensors), -1), starts, b""
-        digest, digest_size = self.hash.digest, self.hash.size
-        old_digests = self.digests[numbers].tobytes()
-        begin = 0
-        for index in np.flatnonzero(changed).tolist():
-            position, count, end = int(tensors[index]), int(changed[index]), int(ends[index])
-            if count < 0:
-                start = int(starts[index])
-                row = self._encode(position, 0, data[start : start + int(sizes[index])], None)
-                rows += [row] if row is not None else []
-                continue
-            encoded = EncodedChunk(Encoding.SPARSE, count, payloads[begin:end])
-            begin = end
-            old_digest = old_digests[index * digest_size : (index + 1) * digest_size]
-            rows.append(ChunkRow(position, 0, encoded, old_digest, digest(self._tensors[position])))
+            chosen = tensors[of_width]
+            columns = self._starts[chosen], address_of(tiny.data) + starts[of_width], self._sizes[chosen]
+            spans = Spans(self._memory, np.stack(columns, axis=1), width)
+            self._encode_spans(spans, chosen, np.zeros(len(chosen), np.int64), tiny.data, rows)
 
     def _encode_with_device(self, runs: Sequence[Run], rows: list[ChunkRow]) -> None:
         """Encode runs some of which lie on a device: where those changed is found there, for all of them together."""
@@ -241,7 +283,7 @@ class Shadow:
         changes = device.compare(runs)
         for run, found in zip(runs, changes, strict=True):
             if type(run[1]) is not DeviceBytes:
-                self._encode_run(run, rows)
+                self._encode_runs([run], rows)
                 continue
             for version in device.versions(run, found, buffer):
                 row = self._encode(*version)

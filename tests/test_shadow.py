@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from deltastore.codec import EncodedChunk
     from deltastore.part import Part
 
 XXH3 = hasher("xxh3-128")
@@ -195,17 +194,20 @@ def test_an_encoder_that_fails_can_be_taken_back(make: Any, monkeypatch: pytest.
     rng = np.random.default_rng(number)
     old, new = first(rng), first(rng)
     calls = 0
-    take = TakingEncoder.take
 
-    def failing(self: TakingEncoder, *chunks: np.ndarray, width: int) -> EncodedChunk | None:
-        nonlocal calls
-        calls += 1
-        if calls > number:
-            raise MemoryError
-        return take(self, *chunks, width=width)
+    def failing(function: Any) -> Any:
+        def fail(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > number:
+                raise MemoryError
+            return function(*arguments, **options)
+
+        return fail
 
     bench = make(old)
-    monkeypatch.setattr(TakingEncoder, "take", failing)
+    monkeypatch.setattr(TakingEncoder, "take", failing(TakingEncoder.take))
+    monkeypatch.setattr(Shadow, "_note", failing(Shadow._note))
     attempt, intake = bench.begin()
     with pytest.raises(MemoryError):
         intake.take(inputs(new), reusable=True)

@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zstandard
 
 from deltastore.errors import UsageError
 
 from . import kernels
 from .context import apply_contextual, encode_contextual
-from .differences import GAPS, ChangeStreams
 from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
 from .streams import StreamReader, StreamWriter
 
@@ -33,6 +31,8 @@ _SPARSE_SHARE = 4
 #: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
 _CONTEXTUAL_FROM = 256
 _CONTEXTUAL_SHARE = 2
+#: More elements than any chunk has.
+_ANY = 1 << 31
 _ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
@@ -48,7 +48,6 @@ class ChunkEncoder:
 
     __slots__ = (
         "_buffer",
-        "_changes",
         "_contextual",
         "_differences",
         "_positions",
@@ -61,13 +60,23 @@ class ChunkEncoder:
         if level not in LEVELS:
             raise UsageError(f"There is no level {level!r}.", hint=f"Use one of {', '.join(LEVELS)}.")
         self._streams = StreamWriter()
-        self._changes: dict[int, ChangeStreams] = {}
         self._contextual = level == "max"
         self._scratch = np.empty(0, np.uint8)
         self._differences = np.empty(0, np.uint8)
         self._positions = np.empty(0, np.int32)
         self._buffer = np.empty(0, np.uint8)
         self.kept: Bytes = self._buffer
+
+    def take(self, old: Bytes, new: Bytes, *, width: int) -> EncodedChunk | None:
+        """Encode the change between two versions of a chunk as ``change`` does, and make ``old`` the new bytes.
+
+        ``old`` stays as it was when the encoding is ``FULL``, which does not lead back to the old bytes, and when
+        anything is raised.
+        """
+        encoded = self.change(old, new, width=width)
+        if encoded is not None and encoded.encoding != Encoding.FULL:
+            np.copyto(old, self.kept)
+        return encoded
 
     def change(self, old: Bytes, new: Bytes, *, width: int) -> EncodedChunk | None:
         """Encode the change between two versions of a chunk: uint8 of the same length, a multiple of ``width`` bytes.
@@ -100,18 +109,22 @@ class ChunkEncoder:
     def _find(self, old: Array, new: Array, *, hasty: bool) -> int:
         contextual = self._contextual and new.itemsize == 2
         limit = new.size // (_CONTEXTUAL_SHARE if contextual else _SPARSE_SHARE)
-        positions, differences = self._take_lists(limit, new)
+        positions, differences = self._take_lists(limit, new.size, new.dtype)
         found: int = kernels.find_changes(old, new, self.kept.view(new.dtype), limit, positions, differences, hasty)
         return found
 
-    def _take_lists(self, limit: int, like: Array) -> tuple[Positions, Array]:
+    def _take_lists(self, limit: int, elements: int, kind: np.dtype[Any]) -> tuple[Positions, Array]:
         """Return scratch for the positions and differences of up to ``limit`` changed elements and a block."""
-        room = min(limit + kernels.BLOCK, like.size) + 4
+        room = min(limit + kernels.BLOCK, elements) + 4
         if self._positions.size < room:
             self._positions = np.empty(room, np.int32)
-        if self._differences.size < room * like.itemsize:
-            self._differences = np.empty(room * like.itemsize, np.uint8)
-        return self._positions, self._differences[: room * like.itemsize].view(like.dtype)
+        if self._differences.size < room * kind.itemsize:
+            self._differences = np.empty(room * kind.itemsize, np.uint8)
+        return self._positions, self._differences[: room * kind.itemsize].view(kind)
+
+    def _most_plain(self, width: int) -> int:
+        """Return how many changes, if few, are surely coded without contexts."""
+        return _CONTEXTUAL_FROM - 1 if self._contextual and width == 2 else _ANY
 
     def _suit_contexts(self, changed: int, elements: int, width: int) -> bool:
         enough = self._contextual and width == 2 and changed >= _CONTEXTUAL_FROM
@@ -122,25 +135,11 @@ class ChunkEncoder:
 
     def _few(self, old: Array, positions: Positions, differences: Array) -> EncodedChunk:
         """Encode the change of a few elements, at least one, at known positions."""
-        positions.flags.writeable = differences.flags.writeable = False
         if self._suit_contexts(positions.size, old.size, old.itemsize):
             return encode_contextual(old, positions, differences, self._streams)
-        changes = self._take_changes(old.size, old.itemsize)
-        found = kernels.split_changes(positions, differences, *changes.room)
-        return self._sparse(changes, positions.size, old.itemsize, *found)
-
-    def _sparse(self, changes: ChangeStreams, count: int, width: int, gaps: int, bits: float) -> EncodedChunk:
-        """Encode changes that were split."""
-        pieces = changes.pack(count, width, gaps, bits, self._streams)
-        return EncodedChunk(Encoding.SPARSE, count, b"".join(pieces))
-
-    def _take_changes(self, elements: int, width: int) -> ChangeStreams:
-        """Return room for as many changes as are few in a chunk."""
-        changes = self._changes.get(width)
-        if changes is None or changes.elements < elements:
-            changes = ChangeStreams(most=elements // _SPARSE_SHARE, elements=elements, width=width)
-            self._changes[width] = changes
-        return changes
+        self._streams.begin()
+        self._streams.append_changes(positions, differences, elements=old.size)
+        return EncodedChunk(Encoding.SPARSE, positions.size, self._streams.finish())
 
     def change_at(self, old: Bytes, new: Bytes, positions: Positions, *, width: int) -> EncodedChunk | None:
         """Do what ``change`` does, without looking for the changed elements: they are those at ``positions``.
@@ -174,10 +173,9 @@ class ChunkEncoder:
         return self._pack(Encoding.DENSE, planes, changed)
 
     def _pack(self, encoding: Encoding, planes: Bytes, changed: int) -> EncodedChunk:
-        pieces: list[bytes] = []
-        for plane in planes:
-            self._streams.append(pieces, plane)
-        return EncodedChunk(encoding, changed, b"".join(pieces))
+        self._streams.begin()
+        self._streams.append_planes(planes)
+        return EncodedChunk(encoding, changed, self._streams.finish())
 
     def _take_planes(self, values: Array) -> Bytes:
         return self._take_scratch(values.nbytes).reshape(values.itemsize, values.size)
@@ -191,10 +189,10 @@ class ChunkEncoder:
 class ChunkDecoder:
     """Applies encoded chunks. One decoder a thread."""
 
-    __slots__ = ("_decompressor",)
+    __slots__ = ("_reader",)
 
     def __init__(self) -> None:
-        self._decompressor = zstandard.ZstdDecompressor()
+        self._reader = StreamReader()
 
     def apply(
         self, out: Bytes, encoding: int, changed: int, payload: memoryview, *, width: int, inverse: bool = False
@@ -203,40 +201,25 @@ class ChunkDecoder:
 
         Raises ``DamagedChunk`` when the payload breaks the format or does not fit; ``out`` is then undefined.
         """
-        elements = out.view(_ELEMENT[width])
+        elements, reader = out.view(_ELEMENT[width]), self._reader
         if not 1 <= changed <= elements.size:
             raise DamagedChunk(f"it claims {changed} changes in {elements.size} elements")
-        reader = StreamReader(payload, self._decompressor)
-        if encoding == Encoding.SPARSE:
-            self._apply_sparse(elements, reader, changed, inverse)
-        elif encoding == Encoding.CONTEXTUAL:
-            apply_contextual(elements, reader, changed, inverse=inverse)
-        elif encoding == Encoding.DENSE:
-            differences = self._join(reader, elements)
-            kernels.add_zigzag(elements, differences, inverse)
-        elif encoding == Encoding.FULL and not inverse:
-            elements[:] = self._join(reader, elements)
-        else:
-            raise DamagedChunk(f"it has the encoding {encoding}, which does not apply {'backwards' * inverse}".rstrip())
-        reader.finish()
-
-    @staticmethod
-    def _apply_sparse(elements: Array, reader: StreamReader, changed: int, inverse: bool) -> None:
-        (gaps_size,) = GAPS.unpack(reader.take(GAPS.size))
-        if not changed <= gaps_size <= changed + elements.size // 255:
-            raise DamagedChunk(f"it has {gaps_size} gap bytes for {changed} changes")
-        gaps, signs = reader.next(gaps_size), reader.next((changed + 7) // 8)
-        planes = reader.next_planes(elements.itemsize, changed)
-        if kernels.apply_sparse(elements, gaps, signs, changed, planes, inverse):
-            raise DamagedChunk("its gaps lead outside the chunk, or do not fit the number of changes")
-
-    @staticmethod
-    def _join(reader: StreamReader, like: Array) -> Array:
-        planes = reader.next_planes(like.itemsize, like.size)
-        values = np.empty_like(like)
-        kernels.join_planes(values, planes)
-        values.flags.writeable = False
-        return values
+        reader.begin(payload)
+        try:
+            if encoding == Encoding.SPARSE:
+                reader.apply_changes(elements, changed, inverse=inverse)
+            elif encoding == Encoding.CONTEXTUAL:
+                apply_contextual(elements, reader, changed, inverse=inverse)
+            elif encoding == Encoding.DENSE:
+                kernels.add_zigzag(elements, reader.values(elements), inverse)
+            elif encoding == Encoding.FULL and not inverse:
+                elements[:] = reader.values(elements)
+            else:
+                backwards = " backwards" if inverse else ""
+                raise DamagedChunk(f"it has the encoding {encoding}, which does not apply{backwards}")
+            reader.finish()
+        finally:
+            reader.drop()
 
 
 def warm_up(widths: Iterable[int]) -> None:

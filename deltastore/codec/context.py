@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import rice
-from .differences import pack_differences, unpack_differences
 from .encoding import DamagedChunk, EncodedChunk, Encoding
 
 if TYPE_CHECKING:
@@ -50,12 +49,13 @@ def encode_contextual(old: Array, positions: Array, differences: Array, streams:
     k = rice.rice_parameter(crossed, old.size)
     crossing_gaps = np.diff(crossings[:crossed], prepend=np.int32(-1)) - np.int32(1)
     crossing_bits = _write_rice(crossing_gaps, *_one_run(crossed, k))
-    pieces = [_HEAD.pack(bits.size, crossed, crossing_bits.size, k)]
-    streams.append_runs(pieces, np.ascontiguousarray(table.view(np.uint8).reshape(-1, 4).T).reshape(-1))
+    streams.begin()
+    streams.put(_HEAD.pack(bits.size, crossed, crossing_bits.size, k))
+    streams.append(np.ascontiguousarray(table.view(np.uint8).reshape(-1, 4).T).reshape(-1), runs=True)
     for stream in (bits, crossing_bits, crossing_classes[:crossed]):
-        streams.append(pieces, stream)
-    pack_differences(pieces, ordered, streams)
-    return EncodedChunk(Encoding.CONTEXTUAL, found, b"".join(pieces))
+        streams.append(stream)
+    streams.append_differences(ordered)
+    return EncodedChunk(Encoding.CONTEXTUAL, found, streams.finish())
 
 
 def _one_run(count: int, k: int) -> tuple[Array, Array]:
@@ -101,7 +101,7 @@ def apply_contextual(elements: Array, reader: StreamReader, changed: int, *, inv
     if crossings and crossing_positions[-1] >= elements.size:
         raise DamagedChunk("its crossings lead outside the chunk")
     crossing_classes = reader.next(crossings)
-    differences = unpack_differences(reader, changed, elements.dtype)
+    differences = reader.differences(changed, elements.dtype)
     starts, first_difference = (np.concatenate([[0], np.cumsum(counts)]) for counts in (events, table[0]))
     if rice.apply_ranked(
         elements, starts, inverted, gaps, first_difference, differences, crossing_positions, crossing_classes, inverse

@@ -29,7 +29,6 @@ from .lanes import (
     count_bits,
     equal_bytes,
     jit,
-    jit_short,
     jit_step,
     keep_lanes,
     lowest_bit,
@@ -37,7 +36,6 @@ from .lanes import (
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
-    Halves = tuple[tuple[Array, Array], ...]
 
 __all__ = [
     "BLOCK",
@@ -47,27 +45,21 @@ __all__ = [
     "count_many",
     "count_zeros",
     "find_changes",
-    "join_differences",
-    "join_planes",
+    "join_signs",
+    "join_zeros",
     "list_changes",
     "list_lanes",
+    "put_plane",
     "sample_bits",
     "set_apart",
-    "sift",
-    "split_changes",
     "split_differences",
     "split_planes",
-    "worth_apart",
+    "write_gaps",
     "zigzag_planes",
 ]
 
 #: Elements that kernels of several steps take at a time, so that what one step wrote is still near for the next.
 BLOCK = 1024
-#: Zeros are set apart where they are at least this share of a stream of at least so many bytes.
-_APART_SHARE = 0.3
-_APART_FROM = 256
-#: Signs are looked at from so many bytes on: a shorter sample of noise looks less random than it is.
-_SAMPLED_FROM = 1024
 #: Elements counted at a time, in lanes as narrow as they are: no byte overflows.
 _COUNTED = 128
 #: Changed elements of one vector that are listed without asking how many there are: a wrong guess of the branch
@@ -214,27 +206,6 @@ def set_apart(raw: Array, flags: Array, values: Array) -> None:
             found += 1
 
 
-def worth_apart(size: int, zeros: int) -> bool:
-    """Tell whether a stream of so many bytes, so many of them zero, has its zeros set apart."""
-    return size >= _APART_FROM and _APART_SHARE * size <= zeros < size
-
-
-_worth_apart = jit_step(worth_apart)
-
-
-@jit
-def sift(raw: Array, apart: Array) -> int:
-    """Count the zeros of a uint8 stream, and set them apart where that is worth it.
-
-    ``apart``: uint8 (size + (size + 7) // 8,): the flags, and behind them the values.
-    """
-    zeros: int = count_zeros(raw)
-    if _worth_apart(raw.size, zeros):
-        flags = (raw.size + 7) >> 3
-        set_apart(raw, apart[:flags], apart[flags : flags + raw.size - zeros])
-    return zeros
-
-
 @jit
 def sample_bits(raw: Array, samples: int) -> float:
     """Return the order-0 entropy, in bits a byte, of about so many bytes of ``raw`` (uint8), evenly spread."""
@@ -251,8 +222,12 @@ def sample_bits(raw: Array, samples: int) -> float:
     return bits / taken
 
 
-@jit_step
-def _write_gaps(positions: Array, gaps: Array) -> int:
+@jit
+def write_gaps(positions: Array, gaps: Array) -> int:
+    """Write the gap stream of ``positions`` (int32, ascending); returns its length.
+
+    ``gaps``: uint8 (positions + last position // 255 + 1,).
+    """
     length = 0
     following = 0
     for j in range(positions.size):
@@ -286,8 +261,13 @@ def split_planes(values: Array, planes: Array) -> None:
     _split_planes(values, planes)
 
 
-@jit_step
-def _split_differences(differences: Array, signs: Array, planes: Array) -> None:
+@jit
+def split_differences(differences: Array, signs: Array, planes: Array) -> None:
+    """Take differences (none of them zero) apart.
+
+    ``signs``: uint8, one bit a difference, set where it is negative; ``planes``: uint8 (width, differences), of the
+    magnitudes less one.
+    """
     kind = differences.dtype.type
     half = kind(1 << (8 * differences.itemsize - 1))
     one = kind(1)
@@ -312,40 +292,7 @@ def _split_differences(differences: Array, signs: Array, planes: Array) -> None:
 
 
 @jit
-def split_differences(differences: Array, signs: Array, planes: Array, apart: Array, zeros: Array) -> float:
-    """Take differences (none of them zero) apart, and sift each stream; returns the bits a byte of a sample of signs.
-
-    ``signs``: uint8, one bit a difference, set where it is negative; ``planes``: uint8 (width, differences), of the
-    magnitudes less one; ``apart``, ``zeros``: a row or number for the signs and each plane, as ``sift`` makes them.
-    """
-    _split_differences(differences, signs, planes)
-    zeros[0] = sift(signs, apart[0])
-    for plane in range(differences.itemsize):
-        zeros[1 + plane] = sift(planes[plane], apart[1 + plane])
-    bits: float = sample_bits(signs, signs.size) if signs.size >= _SAMPLED_FROM else 0.0
-    return bits
-
-
-@jit
-def split_changes(
-    positions: Array, differences: Array, gaps: Array, signs: Array, planes: Array, apart: Array, zeros: Array
-) -> tuple[int, float]:
-    """Write the gap stream of ``positions`` (int32, ascending), and take ``differences`` apart.
-
-    ``gaps``: uint8 (positions + last position // 255 + 1,); ``signs``, ``planes``: uint8, as many as are needed or
-    more, the planes one behind the other; ``apart``, ``zeros``: as for ``split_differences``, those of the gaps first.
-    Returns the gaps' length, and what ``split_differences`` does.
-    """
-    count = positions.size
-    length: int = _write_gaps(positions, gaps)
-    zeros[0] = sift(gaps[:length], apart[0])
-    rows = planes[: count * differences.itemsize].reshape(differences.itemsize, count)
-    bits: float = split_differences(differences, signs[: (count + 7) >> 3], rows, apart[1:], zeros[1:])
-    return length, bits
-
-
-@jit_step
-def _join_zeros(flags: Array, values: Array, out: Array) -> None:
+def join_zeros(flags: Array, values: Array, out: Array) -> None:
     """Fill ``out`` (uint8) with values where flags are set, and zeros elsewhere."""
     out[:] = 0
     if not values.size:
@@ -364,30 +311,15 @@ def _join_zeros(flags: Array, values: Array, out: Array) -> None:
             word &= word - np.uint64(1)
 
 
-@jit_step
-def _put_plane(out: Array, row: Array, plane: int) -> None:
+@jit
+def put_plane(out: Array, row: Array, plane: int) -> None:
+    """Build values from their byte planes: the lowest plane sets them, each of the others is laid over it."""
     if plane == 0:
         for i in range(out.size):
             out[i] = row[i]
     else:
         for i in range(out.size):
             out[i] |= out.dtype.type(row[i]) << out.dtype.type(8 * plane)
-
-
-@jit
-def join_planes(out: Array, planes: Halves) -> None:
-    """Build all values from their byte planes, one a byte of width.
-
-    ``planes``: flags and values of each, uint8: a stream with its zeros apart, or no flags and all of its bytes.
-    """
-    row = np.empty(out.size, np.uint8)
-    for plane in range(out.itemsize):
-        flags, values = planes[plane]
-        if flags.size:
-            _join_zeros(flags, values, row)
-            _put_plane(out, row, plane)
-        else:
-            _put_plane(out, values, plane)
 
 
 @jit_step
@@ -402,12 +334,11 @@ def _spread_bits(packed: Array, bits: Array) -> None:
 
 
 @jit
-def join_differences(signs: Array, planes: Halves, differences: Array) -> None:
-    """Put differences together again from ``signs``, one bit a difference, and ``planes`` (see ``join_planes``)."""
+def join_signs(signs: Array, differences: Array) -> None:
+    """Make differences of magnitudes less one, in place, with ``signs``: one bit a difference."""
     kind = differences.dtype.type
     one = kind(1)
     ones = kind(kind(0) - one)
-    join_planes(differences, planes)
     negatives = np.empty(BLOCK, np.uint8)
     for start in range(0, differences.size, BLOCK):
         piece = differences[start : start + BLOCK]
@@ -417,14 +348,12 @@ def join_differences(signs: Array, planes: Halves, differences: Array) -> None:
 
 
 @jit
-def apply_sparse(out: Array, gaps: Array, signs: Array, count: int, planes: Halves, inverse: bool) -> int:
-    """Add ``count`` differences to ``out`` (or take them away) where the gaps lead. ``signs``, ``planes``: theirs.
+def apply_sparse(out: Array, gaps: Array, differences: Array, inverse: bool) -> int:
+    """Add differences to ``out`` (or take them away) where the gaps lead.
 
     Returns 0, or what is wrong: 1: a position outside the chunk; 2: gaps and differences differ in number, or the last
     gap does not end.
     """
-    differences = np.empty(count, out.dtype)
-    join_differences(signs, planes, differences)
     found = 0
     position = 0
     for j in range(gaps.size):
@@ -476,7 +405,7 @@ def add_zigzag(out: Array, differences: Array, inverse: bool) -> None:
         out[i] = out.dtype.type(out[i] - difference) if inverse else out.dtype.type(out[i] + difference)
 
 
-@jit_short
+@jit
 def count_flags(flags: Array, size: int) -> int:
     """Count the set bits among the first ``size`` of ``flags`` (uint8)."""
     count = 0

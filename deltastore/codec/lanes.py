@@ -29,7 +29,6 @@ __all__ = [
     "count_bits",
     "equal_bytes",
     "jit",
-    "jit_short",
     "jit_step",
     "keep_lanes",
     "lowest_bit",
@@ -45,22 +44,14 @@ _ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
 jit_step: Any = numba.njit(nogil=True)
 
 
-def jit_short(function: Any) -> Any:
-    """Do what ``jit`` does for a kernel that keeps the GIL: it takes less time than handing that over."""
-    return jit(function, nogil=False)
-
-
-def jit(function: Any, *, nogil: bool = True) -> Any:
-    """Compile a kernel, and keep it in numba's cache on disk where there is a place for one.
-
-    That cache does not tell kernels of one kind from those of the other, so the kind asked for is not kept.
-    """
+def jit(function: Any) -> Any:
+    """Compile a kernel, and keep it in numba's cache on disk where there is a place for one."""
     if not _ASKED_FOR_PLAIN:
         try:
-            return _forgiving(numba.njit(nogil=nogil, cache=True)(function))
+            return _forgiving(numba.njit(nogil=True, cache=True)(function))
         except RuntimeError:  # a user without a home, a package that is read-only: compiled anew in each process
             pass
-    return numba.njit(nogil=nogil)(function)
+    return jit_step(function)
 
 
 def _sources() -> bytes:

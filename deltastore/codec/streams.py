@@ -5,27 +5,47 @@ length is known to the reader before it starts, so nothing is ever decompressed 
 
 Zeros apart: the high byte of a difference is mostly zero, at random places. zstd spends most of its time on short
 runs there and still codes them badly; one bit a byte, and the bytes that are not zero, are both faster and smaller.
+
+Kernels write and read the streams: all those of a chunk in one call, without the interpreter. ``out`` is where they
+write, from byte ``end`` on, with room for ``most_stored``; they return the new end. They read ``payload`` from byte
+``place`` on and return where the next stream begins, or what is wrong, a negative number. ``zstd`` is the handle of a
+context; ``scratch`` is uint8 of any content, ``writing_scratch`` or ``reading_scratch`` bytes long.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zstandard
 
-from . import kernels
 from .encoding import DamagedChunk
+from .kernels import (
+    apply_sparse,
+    count_flags,
+    count_zeros,
+    join_signs,
+    join_zeros,
+    put_plane,
+    sample_bits,
+    set_apart,
+    split_differences,
+    write_gaps,
+)
+from .lanes import jit, jit_step
+from .libraries import Compressor, Decompressor, compress, decompress
 
 if TYPE_CHECKING:
+    from .libraries import Handle
+
+    Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["StreamReader", "StreamWriter"]
+__all__ = ["StreamReader", "StreamWriter", "changes_room", "write_changes"]
 
 ZERO, RAW, ZSTD, APART = 0, 1, 2, 3
 
-_HEAD = struct.Struct("<BI")
+#: The bytes of a stream's method and stored length.
+_HEAD = 5
 #: Shorter streams are stored raw: a zstd frame's own header would eat the gain.
 _WORTH_COMPRESSING = 32
 #: A longer stream is stored raw if a sample of its bytes is this random, in bits a byte, and a piece of this many from
@@ -35,148 +55,373 @@ _RANDOM_BITS = 7.7
 _RANDOM_SHARE = 0.97
 _TRIED = 32 << 10
 _SAMPLE = 4096
+#: Zeros are set apart where they are at least this share of a stream of at least so many bytes.
+_APART_SHARE = 0.3
+_APART_FROM = 256
+#: All signs are looked at, from so many bytes on: a shorter sample of noise looks less random than it is.
+_SIGNS_FROM = 1024
 #: Level 1 with a table of 256 places, for matches of seven bytes and more. What repeats at all in these streams repeats
 #: at length; short matches are chance, and their looking up and writing down costs more than literals do. Higher levels
 #: take several times as long, and make the streams no smaller. The window is a chunk.
-_ZSTD = zstandard.ZstdCompressionParameters.from_level(
-    1, window_log=21, hash_log=8, min_match=7, write_checksum=False, write_content_size=True
-)
-_NO_FLAGS = np.empty(0, np.uint8)
-_NO_FLAGS.flags.writeable = False
+_ZSTD = {
+    "compressionLevel": 1,
+    "windowLog": 21,
+    "hashLog": 8,
+    "minMatch": 7,
+    "checksumFlag": 0,
+    "contentSizeFlag": 1,
+}
+
+_EARLY, _METHOD, _FRAME, _LEFT_OVER, _GAPS, _OUTSIDE = -1, -2, -3, -4, -5, -6
+_PROBLEMS = {
+    _EARLY: "it ends too early",
+    _METHOD: "a stream has a method or a stored length that does not fit",
+    _FRAME: "a zstd frame is damaged, or does not hold what the chunk needs",
+    _LEFT_OVER: "bytes are left over",
+    _GAPS: "its gaps have a length that does not fit the number of changes",
+    _OUTSIDE: "its gaps lead outside the chunk, or do not fit the number of changes",
+}
+
+
+# Writing
+
+
+@jit
+def most_stored(streams: int, raw_bytes: int) -> int:
+    """Return how many bytes so many streams of so many bytes take at the most, while they are compressed too."""
+    return raw_bytes + (raw_bytes >> 7) + 128 * streams
+
+
+@jit
+def changes_room(count: int, elements: int, width: int) -> tuple[int, int]:
+    """Return the most bytes that ``count`` changes of so many elements take stored, and the scratch for them."""
+    gaps = count + elements // 255 + 1
+    return 4 + most_stored(2 + width, gaps + (count >> 3) + 1 + width * count), (3 + width) * gaps
+
+
+@jit_step
+def _write_number(out: Array, place: int, number: int) -> int:
+    for byte in range(4):
+        out[place + byte] = np.uint8((number >> (8 * byte)) & 255)
+    return place + 4
+
+
+@jit_step
+def _write_head(out: Array, place: int, method: int, stored: int) -> int:
+    out[place] = method
+    return _write_number(out, place + 1, stored)
+
+
+@jit_step
+def _look_random(raw: Array, out: Array, zstd: Handle) -> bool:
+    """Tell whether a long stream is not worth an attempt: neither its bytes nor their order show a pattern."""
+    if raw.size < _RANDOM_FROM or sample_bits(raw, _SAMPLE) < _RANDOM_BITS:
+        return False
+    middle = raw[raw.size // 2 :][:_TRIED]
+    return compress(zstd, middle, out) > _RANDOM_SHARE * middle.size
+
+
+@jit_step
+def _write_whole(raw: Array, bits: float, out: Array, end: int, zstd: Handle) -> int:
+    """Write a stream, not all of it zero, as it is or as one frame. ``bits``: its entropy a byte, or 0: not known."""
+    rest = out[end + _HEAD :]
+    if raw.size >= _WORTH_COMPRESSING and bits < _RANDOM_BITS and not _look_random(raw, rest, zstd):
+        stored = compress(zstd, raw, rest)
+        if stored < raw.size:
+            return _write_head(out, end, ZSTD, stored) + stored
+    rest[: raw.size] = raw
+    return _write_head(out, end, RAW, raw.size) + raw.size
+
+
+@jit_step
+def _write_stream(raw: Array, bits: float, scratch: Array, out: Array, end: int, zstd: Handle) -> int:
+    zeros = count_zeros(raw)
+    if zeros == raw.size:
+        return _write_head(out, end, ZERO, 0)
+    if raw.size < _APART_FROM or zeros < _APART_SHARE * raw.size:
+        return _write_whole(raw, bits, out, end, zstd)
+    flags = scratch[: (raw.size + 7) >> 3]
+    values = scratch[flags.size : flags.size + raw.size - zeros]
+    set_apart(raw, flags, values)
+    begin = end + _HEAD
+    stop = _write_whole(values, 0.0, out, _write_whole(flags, 0.0, out, begin, zstd), zstd)
+    _write_head(out, end, APART, stop - begin)
+    return stop
+
+
+@jit
+def _write(raw: Array, runs: bool, scratch: Array, out: Array, end: int, zstd: Handle) -> int:
+    """Write one stream. ``runs``: its zeros come in long runs, at which zstd is good."""
+    if runs and count_zeros(raw) < raw.size:
+        return _write_whole(raw, 0.0, out, end, zstd)
+    return _write_stream(raw, 0.0, scratch, out, end, zstd)
+
+
+@jit
+def write_planes(planes: Array, scratch: Array, out: Array, end: int, zstd: Handle) -> int:
+    """Write byte planes: uint8 (width, elements)."""
+    for plane in range(planes.shape[0]):
+        end = _write_stream(planes[plane], 0.0, scratch, out, end, zstd)
+    return end
+
+
+@jit
+def write_differences(differences: Array, scratch: Array, out: Array, end: int, zstd: Handle) -> int:
+    """Write the signs and magnitudes less one of differences, none of them zero."""
+    count, width = differences.size, differences.itemsize
+    signs = scratch[: (count + 7) >> 3]
+    planes = scratch[signs.size : signs.size + width * count].reshape(width, count)
+    apart = scratch[signs.size + planes.size :]
+    split_differences(differences, signs, planes)
+    bits = sample_bits(signs, signs.size) if signs.size >= _SIGNS_FROM else 0.0
+    end = _write_stream(signs, bits, apart, out, end, zstd)
+    return write_planes(planes, apart, out, end, zstd)
+
+
+@jit
+def write_changes(positions: Array, differences: Array, scratch: Array, out: Array, end: int, zstd: Handle) -> int:
+    """Write a sparse chunk: differences at ``positions`` (int32, ascending). Room: ``changes_room``."""
+    room = positions.size + positions[positions.size - 1] // 255 + 1
+    gaps = scratch[: write_gaps(positions, scratch[:room])]
+    end = _write_number(out, end, gaps.size)
+    end = _write_stream(gaps, 0.0, scratch[room:], out, end, zstd)
+    return write_differences(differences, scratch, out, end, zstd)
 
 
 class StreamWriter:
-    """Compresses streams one after another. Not for several threads at once."""
+    """Writes streams one after another: ``begin``, any of the others, ``finish``. Not for several threads at once.
 
-    __slots__ = ("_compressor",)
+    It takes writable arrays, and leaves them as they are: numba compiles a kernel anew for each mix of writable and
+    read-only inputs.
+    """
+
+    __slots__ = ("_compressor", "_end", "_out", "_scratch", "zstd")
 
     def __init__(self) -> None:
-        self._compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
+        self._compressor = Compressor(**_ZSTD)
+        self.zstd = self._compressor.handle
+        self._out = self._scratch = np.empty(0, np.uint8)
+        self._end = 0
 
-    def append(
-        self, pieces: list[bytes], raw: Bytes, *, sifted: tuple[int, Bytes] | None = None, bits: float = 0.0
-    ) -> None:
-        """Append the stream of ``raw`` (uint8, one-dimensional, contiguous) to ``pieces`` in a short form.
+    def room(self, stored: int, scratch: int) -> tuple[Bytes, Bytes]:
+        """Return memory to write so many more bytes to, what was written before it, and scratch memory."""
+        if self._scratch.size < scratch:
+            self._scratch = np.empty(scratch, np.uint8)
+        if self._out.size < self._end + stored:
+            larger = np.empty(self._end + stored, np.uint8)
+            larger[: self._end] = self._out[: self._end]
+            self._out = larger
+        return self._out, self._scratch
 
-        ``sifted``: what ``sift`` makes of it, the number of its zeros and what it has apart, where that was done;
-        ``bits``: its order-0 entropy in bits a byte, where that is known.
-        """
-        if sifted is None:
-            apart = np.empty(raw.size + (raw.size + 7) // 8, np.uint8)
-            zeros = kernels.sift(raw, apart)
-        else:
-            zeros, apart = sifted
-        if not kernels.worth_apart(raw.size, zeros):
-            self._append_whole(pieces, raw, zeros, bits)
-            return
-        values = (raw.size + 7) // 8
-        inner: list[bytes] = []
-        self._append_whole(inner, apart[:values], 0)
-        self._append_whole(inner, apart[values : values + raw.size - zeros], 0)
-        pieces += (_HEAD.pack(APART, sum(map(len, inner))), *inner)
+    def begin(self) -> None:
+        """Start anew."""
+        self._end = 0
 
-    def append_runs(self, pieces: list[bytes], raw: Bytes) -> None:
-        """Do what ``append`` does for a stream whose zeros come in long runs, at which zstd is good."""
-        self._append_whole(pieces, raw, kernels.count_zeros(raw))
+    def put(self, data: bytes) -> None:
+        """Write bytes as they are."""
+        out, _ = self.room(len(data), 0)
+        out[self._end : self._end + len(data)] = np.frombuffer(data, np.uint8)
+        self._end += len(data)
 
-    def _append_whole(self, pieces: list[bytes], raw: Bytes, zeros: int, bits: float = 0.0) -> None:
-        if zeros == raw.size:
-            pieces.append(_HEAD.pack(ZERO, 0))
-            return
-        if raw.size >= _WORTH_COMPRESSING and bits < _RANDOM_BITS and not self._looks_random(raw):
-            frame = self._compressor.compress(raw.data)
-            if len(frame) < raw.size:
-                pieces += (_HEAD.pack(ZSTD, len(frame)), frame)
-                return
-        pieces += (_HEAD.pack(RAW, raw.size), raw.tobytes())
+    def append(self, raw: Bytes, *, runs: bool = False) -> None:
+        """Write the stream of ``raw`` (one-dimensional, contiguous). ``runs``: its zeros come in long runs."""
+        out, scratch = self.room(most_stored(3, raw.size), 2 * raw.size)
+        self._end = _write(raw, runs, scratch, out, self._end, self.zstd)
 
-    def _looks_random(self, raw: Bytes) -> bool:
-        """Tell whether a long stream is not worth an attempt: neither its bytes nor their order show a pattern."""
-        if raw.size < _RANDOM_FROM or kernels.sample_bits(raw, _SAMPLE) < _RANDOM_BITS:
-            return False
-        middle = raw[raw.size // 2 :][:_TRIED]
-        return len(self._compressor.compress(middle.data)) > _RANDOM_SHARE * middle.size
+    def append_planes(self, planes: Bytes) -> None:
+        """Write a stream for each byte plane: uint8 (width, elements)."""
+        width, elements = planes.shape
+        out, scratch = self.room(most_stored(3 * width, planes.size), 2 * elements)
+        self._end = write_planes(planes, scratch, out, self._end, self.zstd)
+
+    def append_differences(self, differences: Array) -> None:
+        """Write the streams of differences, none of them zero."""
+        out, scratch = self.room(*changes_room(differences.size, 0, differences.itemsize))
+        self._end = write_differences(differences, scratch, out, self._end, self.zstd)
+
+    def append_changes(self, positions: Array, differences: Array, *, elements: int) -> None:
+        """Write a sparse chunk of so many elements: differences at ``positions`` (int32, ascending), at least one."""
+        out, scratch = self.room(*changes_room(positions.size, elements, differences.itemsize))
+        self._end = write_changes(positions, differences, scratch, out, self._end, self.zstd)
+
+    def finish(self) -> bytes:
+        """Return what was written."""
+        return self._out[: self._end].tobytes()
+
+
+# Reading
+
+
+def reading_scratch(size: int) -> int:
+    """Return the scratch for streams of up to so many bytes of one chunk."""
+    return 4 * size + 8
+
+
+@jit_step
+def _read_number(payload: Array, place: int) -> int:
+    number: Any = 0
+    for byte in range(4):
+        number |= np.int64(payload[place + byte]) << (8 * byte)
+    return number
+
+
+@jit_step
+def _read_whole(payload: Array, place: int, out: Array, zstd: Handle) -> int:
+    """Read a stream without zeros apart into ``out``, which has its raw length."""
+    if payload.size - place < _HEAD:
+        return _EARLY
+    method, stored = payload[place], _read_number(payload, place + 1)
+    place += _HEAD
+    if stored > payload.size - place:
+        return _EARLY
+    if method == ZERO and stored == 0:
+        out[:] = 0
+    elif method == RAW and stored == out.size:
+        out[:] = payload[place : place + stored]
+    elif method == ZSTD and out.size:
+        if not decompress(zstd, payload[place : place + stored], out):
+            return _FRAME
+    else:
+        return _METHOD
+    return place + stored
+
+
+@jit
+def read_stream(payload: Array, place: int, out: Array, scratch: Array, zstd: Handle) -> int:
+    """Read a stream into ``out``, which has its raw length."""
+    if payload.size - place < _HEAD or payload[place] != APART or not out.size:
+        return _read_whole(payload, place, out, zstd)
+    stop = place + _HEAD + _read_number(payload, place + 1)
+    if stop > payload.size:
+        return _EARLY
+    flags = scratch[: (out.size + 7) >> 3]
+    place = _read_whole(payload[:stop], place + _HEAD, flags, zstd)
+    if place < 0:
+        return place
+    values = scratch[flags.size : flags.size + count_flags(flags, out.size)]
+    place = _read_whole(payload[:stop], place, values, zstd)
+    if 0 <= place < stop:
+        return _LEFT_OVER
+    join_zeros(flags, values, out)
+    return place
+
+
+@jit
+def read_values(payload: Array, place: int, out: Array, scratch: Array, zstd: Handle) -> int:
+    """Read the byte planes of values, one a byte of their width."""
+    row = scratch[: out.size]
+    for plane in range(out.itemsize):
+        place = read_stream(payload, place, row, scratch[out.size :], zstd)
+        if place < 0:
+            break
+        put_plane(out, row, plane)
+    return place
+
+
+@jit
+def read_differences(payload: Array, place: int, out: Array, scratch: Array, zstd: Handle) -> int:
+    """Read the signs and magnitudes less one of differences."""
+    signs = scratch[: (out.size + 7) >> 3]
+    rest = scratch[signs.size :]
+    place = read_stream(payload, place, signs, rest, zstd)
+    if place >= 0:
+        place = read_values(payload, place, out, rest, zstd)
+    if place >= 0:
+        join_signs(signs, out)
+    return place
+
+
+@jit
+def apply_changes(
+    payload: Array, place: int, elements: Array, count: int, inverse: bool, scratch: Array, zstd: Handle
+) -> int:
+    """Read a sparse chunk of ``count`` changes, and add its differences to ``elements`` (or take them away)."""
+    if payload.size - place < 4:
+        return _EARLY
+    size = _read_number(payload, place)
+    if not count <= size <= count + elements.size // 255:
+        return _GAPS
+    gaps, rest = scratch[:size], scratch[size:]
+    place = read_stream(payload, place + 4, gaps, rest, zstd)
+    if place < 0:
+        return place
+    differences = np.empty(count, elements.dtype)
+    place = read_differences(payload, place, differences, rest, zstd)
+    if place >= 0 and apply_sparse(elements, gaps, differences, inverse):
+        return _OUTSIDE
+    return place
 
 
 class StreamReader:
-    """Reads streams one after another out of one chunk's payload. Every length is checked before use."""
+    """Reads streams one after another out of one chunk's payload: ``begin``, any of the others, ``finish``, ``drop``.
 
-    __slots__ = ("_decompressor", "_payload", "_position")
+    Every length is checked before use. What reads raises ``DamagedChunk``. Not for several threads at once.
+    """
 
-    def __init__(self, payload: memoryview, decompressor: zstandard.ZstdDecompressor) -> None:
-        self._payload = payload
-        self._position = 0
-        self._decompressor = decompressor
+    __slots__ = ("_decompressor", "_payload", "_place", "_scratch", "_zstd")
 
-    def take(self, size: int) -> memoryview:
-        """Return the next ``size`` bytes of the payload; raises ``DamagedChunk`` past its end."""
-        end = self._position + size
-        if end > len(self._payload):
-            raise DamagedChunk("it ends too early")
-        piece = self._payload[self._position : end]
-        self._position = end
-        return piece
+    def __init__(self) -> None:
+        self._decompressor = Decompressor()
+        self._zstd = self._decompressor.handle
+        self._payload = self._scratch = np.empty(0, np.uint8)
+        self._place = 0
+
+    def begin(self, payload: memoryview) -> None:
+        """Start to read another payload."""
+        # Read-only: numba compiles a kernel anew for each mix of writable and read-only inputs.
+        self._payload = np.frombuffer(payload, np.uint8)
+        self._payload.flags.writeable = False
+        self._place = 0
+
+    def _room(self, size: int) -> Bytes:
+        room = reading_scratch(size)
+        if self._scratch.size < room:
+            self._scratch = np.empty(room, np.uint8)
+        return self._scratch
+
+    def _go_on(self, place: int) -> None:
+        if place < 0:
+            raise DamagedChunk(_PROBLEMS[place])
+        self._place = place
+
+    def take(self, size: int) -> bytes:
+        """Return the next ``size`` bytes of the payload."""
+        taken = self._payload[self._place : self._place + size].tobytes()
+        self._go_on(self._place + size if len(taken) == size else _EARLY)
+        return taken
 
     def next(self, raw_size: int) -> Bytes:
-        """Return the next stream as read-only uint8 of exactly ``raw_size`` bytes; raises ``DamagedChunk``."""
-        flags, values = self._next_halves(raw_size)
-        if not flags.size:
-            return values
+        """Return the next stream as read-only uint8 of exactly ``raw_size`` bytes."""
         raw = np.empty(raw_size, np.uint8)
-        kernels.join_planes(raw, ((flags, values),))
+        self._go_on(read_stream(self._payload, self._place, raw, self._room(raw_size), self._zstd))
         raw.flags.writeable = False
         return raw
 
-    def _next_stored(self) -> tuple[int, memoryview]:
-        """Return the method and the stored bytes of the next stream."""
-        method, stored_size = _HEAD.unpack(self.take(_HEAD.size))
-        return method, self.take(stored_size)
+    def values(self, like: Array) -> Array:
+        """Return values of the type and number of ``like`` from their byte planes, read-only."""
+        values = np.empty_like(like)
+        self._go_on(read_values(self._payload, self._place, values, self._room(values.size), self._zstd))
+        values.flags.writeable = False
+        return values
 
-    def _next_halves(self, raw_size: int) -> tuple[Bytes, Bytes]:
-        """Return the next stream as flags and values, both read-only; no flags where it is whole."""
-        method, stored = self._next_stored()
-        if method != APART or not raw_size:
-            return _NO_FLAGS, self._whole(method, stored, raw_size)
-        inner = StreamReader(stored, self._decompressor)
-        flags = inner._next_whole((raw_size + 7) // 8)
-        values = inner._next_whole(kernels.count_flags(flags, raw_size))
-        inner.finish()
-        return flags, values
+    def differences(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return ``count`` differences of an unsigned ``dtype``, read-only."""
+        differences = np.empty(count, dtype)
+        self._go_on(read_differences(self._payload, self._place, differences, self._room(count), self._zstd))
+        differences.flags.writeable = False
+        return differences
 
-    def _next_whole(self, raw_size: int) -> Bytes:
-        return self._whole(*self._next_stored(), raw_size)
-
-    def _whole(self, method: int, stored: memoryview, raw_size: int) -> Bytes:
-        stored_size = len(stored)
-        if method == ZERO and stored_size == 0:
-            raw = np.zeros(raw_size, np.uint8)
-        elif method == RAW and stored_size == raw_size:
-            raw = np.frombuffer(stored, np.uint8)
-        elif method == ZSTD and raw_size:
-            raw = np.frombuffer(self._inflate(stored, raw_size), np.uint8)
-        else:
-            raise DamagedChunk(f"a stream has method {method} and {stored_size} bytes for {raw_size}")
-        raw.flags.writeable = False
-        return raw
-
-    def next_planes(self, planes: int, size: int) -> tuple[tuple[Bytes, Bytes], ...]:
-        """Return the next ``planes`` streams of ``size`` bytes each: flags and values, as kernels join them."""
-        return tuple([self._next_halves(size) for _ in range(planes)])
-
-    def _inflate(self, frame: memoryview, raw_size: int) -> bytes:
-        # The declared size is checked first: the library allocates what the frame declares, whatever limit it is given.
-        try:
-            declared = zstandard.get_frame_parameters(frame).content_size
-            if declared != raw_size:
-                raise DamagedChunk(f"a zstd frame declares {declared} bytes instead of {raw_size}")
-            raw = self._decompressor.decompress(frame, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise DamagedChunk(f"a zstd frame is damaged ({error})") from error
-        if len(raw) != raw_size:
-            raise DamagedChunk(f"a zstd frame holds {len(raw)} bytes instead of {raw_size}")
-        return raw
+    def apply_changes(self, elements: Array, count: int, *, inverse: bool) -> None:
+        """Apply a sparse chunk of ``count`` changes to ``elements``, or take it back if ``inverse``."""
+        scratch = self._room(count + elements.size // 255)
+        place = apply_changes(self._payload, self._place, elements, count, inverse, scratch, self._zstd)
+        self._go_on(place)
 
     def finish(self) -> None:
-        """Raise ``DamagedChunk`` if payload is left over."""
-        if self._position != len(self._payload):
-            raise DamagedChunk(f"{len(self._payload) - self._position} bytes are left over")
+        """Raise if payload is left over."""
+        if self._place != self._payload.size:
+            raise DamagedChunk(_PROBLEMS[_LEFT_OVER])
+
+    def drop(self) -> None:
+        """Let go of the payload."""
+        self._payload = self._payload[:0].copy()

@@ -1,7 +1,8 @@
-"""Encoding a change and following it in the same pass: afterwards the old bytes are the new ones. Pure.
+"""Encoding many changes at once, and following them in the same pass: afterwards the old bytes are the new ones. Pure.
 
 A writer compares each snapshot with its copy of the one before, which must hold the new bytes next. Both at once reads
-every byte once, and needs no private copy of the new bytes: what the old ones became is what was encoded.
+every byte once, and needs no private copy of the new bytes: what the old ones became is what was encoded. Consecutive
+chunks, or many tiny tensors, are compared, encoded, followed and hashed in one call, without the interpreter.
 """
 
 from __future__ import annotations
@@ -10,30 +11,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
 
-from .chunk import ChunkEncoder
+from .chunk import ChunkDecoder, ChunkEncoder
 from .encoding import Encoding
-from .kernels import BLOCK, list_lanes, split_changes
-from .lanes import LANES, changed_lanes, jit, lowest_bit
+from .kernels import BLOCK, list_lanes
+from .lanes import LANES, changed_lanes, jit
+from .libraries import hash_address, pointer, write_digest
+from .streams import changes_room, write_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from .differences import ChangeStreams
-    from .encoding import EncodedChunk
+    from .libraries import Handle
 
     Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["TINY_BYTES", "TakingEncoder", "TinyChanges", "take_tiny", "warm_up_taking"]
-
-#: Tensors of up to this many bytes are compared in batches.
-TINY_BYTES = 1 << 14
+__all__ = ["Spans", "Taken", "TakingEncoder", "give_back", "warm_up_taking"]
 
 #: Above a quarter of the elements a change is not sparse.
 _SPARSE_SHARE = 4
-#: Streams below this length are never compressed, so a kernel can write them by itself.
-_RAW_BELOW = 32
+#: What is encoded in one call waits in at least so many bytes of memory.
+_OUT_BYTES = 2 << 20
 _ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
@@ -94,204 +94,127 @@ def _give_back(out: Array, positions: Array, differences: Array) -> None:
 
 
 @jit
-def _take_and_split(
+def _take_spans(
     old: Array,
-    new: Array,
-    limit: int,
+    spans: Array,
+    most: int,
     positions: Array,
     differences: Array,
-    gaps: Array,
-    signs: Array,
-    planes: Array,
-    apart: Array,
-    zeros: Array,
-) -> tuple[int, int, float]:
-    """Do what ``_take_changes`` does, and then ``split_changes``; returns what both do."""
-    found: int = _take_changes(old, new, limit, positions, differences)
-    if found <= 0:
-        return found, 0, 0.0
-    length, bits = split_changes(positions[:found], differences[:found], gaps, signs, planes, apart, zeros)
-    return found, length, bits
+    scratch: Array,
+    out: Array,
+    zstd: Handle,
+    xxh3: int,
+    changed: Array,
+    ends: Array,
+    digests: Array,
+) -> int:
+    """Take spans, one after another, while ``out`` has room for what they may come to; returns how many were taken.
+
+    ``spans``: int64 (spans, 3): as in ``Spans``, but in elements. ``most``: changes that are few, if they are few in a
+    span. ``changed``, ``ends``, ``digests``: those of ``Taken``, a row a span.
+    """
+    end = np.int64(0)  # not a literal, for which numba would compile everything anew
+    for span in range(spans.shape[0]):
+        begin, size = spans[span, 0], spans[span, 2]
+        before = old[begin : begin + size]
+        after = carray(pointer(spans[span, 1]), (size,), old.dtype)
+        limit = min(size // _SPARSE_SHARE, most)
+        if out.size - end < changes_room(limit, size, old.itemsize)[0]:
+            return span
+        found = _take_changes(before, after, limit, positions, differences)
+        if found > 0:
+            end = write_changes(positions[:found], differences[:found], scratch, out, end, zstd)
+            if xxh3:
+                write_digest(xxh3, before, digests[span])
+        changed[span] = found
+        ends[span] = end
+    return spans.shape[0]
+
+
+class Spans(NamedTuple):
+    """Stretches of bytes to take, each at most a chunk, of one element width.
+
+    ``old``: uint8 that holds the old bytes of all; ``table``: int64 (spans, 3), for each the byte of ``old`` where it
+    begins, the address of its new bytes, and its bytes, all of them multiples of ``width``. Somebody keeps the new
+    bytes where they are.
+    """
+
+    old: Bytes
+    table: Array
+    width: int
+
+
+class Taken(NamedTuple):
+    """What became of spans ``first`` to ``first + len(changed)``.
+
+    ``changed``: int32, elements that changed in each, or -1 where it takes a chunk encoder to say, and the old bytes
+    are as they were; ``ends``: int64, the byte of ``payloads`` after each one's own, which is sparse; ``digests``:
+    uint8 of shape (spans, 16), the new bytes' xxh3-128 where any changed, or ``None``. Valid until the encoder's next
+    use.
+    """
+
+    first: int
+    changed: Array
+    ends: Array
+    digests: Array | None
+    payloads: Bytes
 
 
 class TakingEncoder(ChunkEncoder):
-    """A chunk encoder whose ``take`` makes the old bytes the new ones. One a thread."""
+    """A chunk encoder that also takes many chunks at once. One a thread.
 
-    __slots__ = ()
+    ``hash_name``: the hash function whose digests are wanted.
+    """
 
-    def take(self, old: Bytes, new: Bytes, *, width: int) -> EncodedChunk | None:
-        """Encode the change between two versions of a chunk as ``change`` does, and make ``old`` the new bytes.
+    __slots__ = ("_xxh3",)
 
-        ``old`` stays as it was when the encoding is ``FULL``, which does not lead back to the old bytes, and when
-        anything is raised. ``kept`` holds the new bytes, in ``old`` itself where it can.
+    def __init__(self, level: str = "fast", hash_name: str = "") -> None:
+        super().__init__(level)
+        self._xxh3 = hash_address(hash_name)
+
+    def take_spans(self, spans: Spans) -> Iterator[Taken]:
+        """Encode what changed a little as ``change`` does, and make the old bytes the new ones there.
+
+        Some spans at a time. Whoever cannot use what was yielded must ``give_back`` it.
         """
-        if not (self._contextual and width == 2):
-            elements, values = old.view(_ELEMENT[width]), new.view(_ELEMENT[width])
-            values.flags.writeable = False
-            limit = elements.size // _SPARSE_SHARE
-            positions, differences = self._take_lists(limit, values)
-            changes = self._take_changes(elements.size, width)
-            found = _take_and_split(elements, values, limit, positions, differences, *changes.room)
-            if found[0] >= 0:
-                self.kept = old
-                return self._pack_taken(changes, elements, positions, differences, found) if found[0] else None
-        encoded = self.change(old, new, width=width)
-        if encoded is not None and encoded.encoding != Encoding.FULL:
-            np.copyto(old, self.kept)
-        return encoded
-
-    def _pack_taken(
-        self,
-        changes: ChangeStreams,
-        elements: Array,
-        positions: Array,
-        differences: Array,
-        found: tuple[int, int, float],
-    ) -> EncodedChunk:
-        """Encode what was taken and split; gives it back if that fails."""
-        try:
-            return self._sparse(changes, found[0], elements.itemsize, *found[1:])
-        except BaseException:
-            _give_back(elements, positions[: found[0]], differences)
-            raise
+        kind, count = _ELEMENT[spans.width], len(spans.table)
+        old = spans.old.view(kind)
+        table = spans.table // (spans.width, 1, spans.width)
+        largest = int(table[:, 2].max(initial=0))
+        most = self._most_plain(spans.width)
+        limit = min(largest // _SPARSE_SHARE, most)
+        lists = self._take_lists(limit, largest, kind)
+        stored, scratch = changes_room(limit, largest, spans.width)
+        self._streams.begin()
+        out, room = self._streams.room(max(stored, _OUT_BYTES), scratch)
+        tools = (*lists, room, out, self._streams.zstd, self._xxh3)
+        changed, ends, digests = np.empty(count, np.int32), np.empty(count, np.int64), np.empty((count, 16), np.uint8)
+        first = 0
+        while first < count:
+            done = _take_spans(old, table[first:], most, *tools, changed[first:], ends[first:], digests[first:])
+            found = slice(first, first + done)
+            yield Taken(first, changed[found], ends[found], digests[found] if self._xxh3 else None, out)
+            first += done
 
 
-class TinyChanges(NamedTuple):
-    """What became of a batch of tiny tensors.
-
-    ``changed``: int32, elements that changed in each, or -1 where it takes a chunk encoder to say; ``ends``: int64, the
-    byte of ``payloads`` after each one's own.
-    """
-
-    changed: Array
-    ends: Array
-    payloads: bytes
-
-
-@jit
-def _take_tiny(
-    old: Array, new: Array, old_starts: Array, new_starts: Array, sizes: Array, changed: Array, ends: Array, out: Array
-) -> None:
-    width = old.itemsize
-    places = np.empty(_RAW_BELOW, np.int64)
-    end = 0
-    for t in range(sizes.size):
-        before = old[old_starts[t] : old_starts[t] + sizes[t]]
-        after = new[new_starts[t] : new_starts[t] + sizes[t]]
-        found = 0
-        length = 0
-        following = 0
-        i = 0
-        while i < before.size and length < _RAW_BELOW:
-            if i + LANES <= before.size:
-                mask = changed_lanes(before, after, i)
-                if not mask:
-                    i += LANES
-                    continue
-                i += lowest_bit(mask)
-            elif before[i] == after[i]:
-                i += 1
-                continue
-            length += 1 + (i - following) // 255
-            if length < _RAW_BELOW:
-                places[found] = i
-            found += 1
-            i += 1
-            following = i
-        if length >= _RAW_BELOW or found * _SPARSE_SHARE > before.size:
-            changed[t] = -1
-        elif found == 0:
-            changed[t] = 0
-        else:
-            changed[t] = found
-            end = _write_tiny(before, after, places[:found], length, width, out, end)
-        ends[t] = end
-
-
-@jit
-def _write_tiny(before: Array, after: Array, places: Array, length: int, width: int, out: Array, end: int) -> int:
-    """Write a sparse chunk of short streams (docs/format.md, section 4) to ``out`` and follow it in ``before``."""
-    count = places.size
-    out[end] = length
-    out[end + 1 : end + 4] = 0
-    end += 4
-    # Gaps.
-    start = end + 5
-    position = start
-    following = 0
-    for i in places:
-        gap = i - following
-        while gap >= 255:
-            out[position] = 255
-            position += 1
-            gap -= 255
-        out[position] = gap
-        position += 1
-        following = i + 1
-    end = _close_stream(out, end, position)
-    # Signs and magnitudes.
-    one = before.dtype.type(1)
-    top = before.dtype.type(8 * width - 1)
-    start = end + 5
-    signs = (count + 7) // 8
-    out[start : start + signs] = 0
-    for j in range(count):
-        difference = before.dtype.type(after[places[j]] - before[places[j]])
-        if before.dtype.type(difference >> top):
-            out[start + (j >> 3)] |= np.uint8(1 << (j & 7))
-    end = _close_stream(out, end, start + signs)
-    for plane in range(width):
-        start = end + 5
-        for j in range(count):
-            difference = before.dtype.type(after[places[j]] - before[places[j]])
-            if before.dtype.type(difference >> top):
-                difference = before.dtype.type(before.dtype.type(0) - difference)
-            magnitude = before.dtype.type(difference - one)
-            out[start + j] = np.uint8((magnitude >> (8 * plane)) & 255)
-        end = _close_stream(out, end, start + count)
-    for i in places:
-        before[i] = after[i]
-    return end
-
-
-@jit
-def _close_stream(out: Array, head: int, end: int) -> int:
-    """Write the head of the short stream that lies behind it; returns where the next one begins."""
-    out[head + 1 : head + 5] = 0
-    for i in range(head + 5, end):
-        if out[i]:
-            out[head] = 1
-            out[head + 1] = end - head - 5
-            return end
-    out[head] = 0
-    return head + 5
-
-
-def take_tiny(old: Bytes, new: Bytes, old_starts: Array, new_starts: Array, sizes: Array, *, width: int) -> TinyChanges:
-    """Compare many tensors of one element width at once, encode those of which little changed, and follow them in old.
-
-    ``old``, ``new``: uint8 that holds all tensors (``new``: private, nobody writes to it); ``old_starts``,
-    ``new_starts``, ``sizes``: int64, bytes, multiples of ``width``. What is encoded has the bytes that a chunk encoder
-    gives it. Tensors with -1 changes are as they were in ``old``.
-    """
-    changed, ends = np.empty(sizes.size, np.int32), np.empty(sizes.size, np.int64)
-    most = 4 + (2 + width) * 5 + _RAW_BELOW * (2 + width)
-    out = np.empty(sizes.size * most, np.uint8)
-    values = new.view(_ELEMENT[width])
-    values.flags.writeable = False
-    starts = (old_starts // width, new_starts // width)
-    _take_tiny(old.view(_ELEMENT[width]), values, *starts, sizes // width, changed, ends, out)
-    return TinyChanges(changed, ends, out[: int(ends[-1]) if ends.size else 0].tobytes())
+def give_back(spans: Spans, taken: Taken, decoder: ChunkDecoder) -> None:
+    """Make the old bytes of spans that were taken the old ones again."""
+    begin = 0
+    for index in np.flatnonzero(taken.changed > 0).tolist():
+        start, _, size = spans.table[taken.first + index].tolist()
+        end = int(taken.ends[index])
+        old, payload = spans.old[start : start + size], taken.payloads[begin:end].data
+        decoder.apply(old, Encoding.SPARSE, int(taken.changed[index]), payload, width=spans.width, inverse=True)
+        begin = end
 
 
 def warm_up_taking(widths: Iterable[int]) -> None:
     """Load or compile these kernels for element widths, so that the first real chunk does not wait for it."""
-    encoder = TakingEncoder()
+    encoder, decoder = TakingEncoder(), ChunkDecoder()
     for width in sorted(set(widths)):
         old = np.zeros(64 * width, np.uint8)
         new = old.copy()
         new[0] = 1
-        one = np.zeros(1, np.int64)
-        take_tiny(old.copy(), new, one, one, one + old.size, width=width)
-        encoder.take(old, new, width=width)
-        encoder.take(old, ~old, width=width)  # gives back, too
+        spans = Spans(old, np.array([[0, new.ctypes.data, old.size]]), width)
+        for taken in encoder.take_spans(spans):
+            give_back(spans, taken, decoder)

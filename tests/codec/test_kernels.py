@@ -77,38 +77,20 @@ def extract(old: np.ndarray, new: np.ndarray, changed: int) -> tuple[bytes, byte
     listed, listed_buffer = guarded((old.size + 4,), np.dtype(np.int32))
     assert kernels.list_changes(old, new, listed) == changed
     assert (listed[:changed] == positions[:changed]).all()
-    most = changed + old.size // 255 + 1
-    gaps, gaps_buffer = guarded((most,), np.dtype(np.uint8))
+    gaps, gaps_buffer = guarded((changed + old.size // 255 + 1,), np.dtype(np.uint8))
     signs, signs_buffer = guarded(((changed + 7) // 8,), np.dtype(np.uint8))
-    row, planes_buffer = guarded((old.itemsize * changed,), np.dtype(np.uint8))
-    apart, apart_buffer = guarded((2 + old.itemsize, most + (most + 7) // 8), np.dtype(np.uint8))
-    zeros, zeros_buffer = guarded((2 + old.itemsize,), np.dtype(np.int64))
-    lists = frozen(positions[:changed]), frozen(differences[:changed])
-    length, bits = kernels.split_changes(*lists, gaps, signs, row, apart, zeros)
-    assert bits == (kernels.sample_bits(signs, signs.size) if signs.size >= 1024 else 0)
-    planes = row.reshape(old.itemsize, changed)
-    for stream, count, place in zip((gaps[:length], signs, *planes), zeros.tolist(), apart, strict=True):
-        assert_sifted(stream, count, place)
+    planes, planes_buffer = guarded((old.itemsize, changed), np.dtype(np.uint8))
+    length = kernels.write_gaps(positions[:changed], gaps)
+    kernels.split_differences(differences[:changed], signs, planes)
     joined, joined_buffer = guarded((changed,), old.dtype)
-    kernels.join_differences(frozen(signs), tuple(map(whole, planes)), joined)
+    for plane, row in enumerate(planes):
+        kernels.put_plane(joined, row, plane)
+    kernels.join_signs(signs, joined)
     assert (joined == differences[:changed]).all()
     buffers = (positions_buffer, differences_buffer, kept_buffer, listed_buffer, gaps_buffer)
-    for buffer in (*buffers, signs_buffer, planes_buffer, apart_buffer, zeros_buffer, joined_buffer):
+    for buffer in (*buffers, signs_buffer, planes_buffer, joined_buffer):
         assert_guards_hold(buffer)
     return gaps[:length].tobytes(), signs.tobytes(), [plane.tobytes() for plane in planes]
-
-
-def assert_sifted(raw: np.ndarray, zeros: int, apart: np.ndarray) -> None:
-    assert zeros == (raw == 0).sum()
-    if kernels.worth_apart(raw.size, zeros):
-        flags = (raw.size + 7) // 8
-        assert (apart[:flags] == np.packbits(raw != 0, bitorder="little")).all()
-        assert (apart[flags : flags + raw.size - zeros] == raw[raw != 0]).all()
-
-
-def whole(stream: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a stream as kernels take it that has no zeros apart."""
-    return frozen(np.empty(0, np.uint8)), frozen(stream)
 
 
 def room(old: np.ndarray, limit: int) -> int:
@@ -162,8 +144,11 @@ def apply(old: bytes, streams: tuple[bytes, bytes, list[bytes]], width: int, *, 
     gaps, signs, planes = streams
     out, buffer = guarded((len(old) // width,), np.dtype(f"<u{width}"))
     out[:] = read_only(old, width)
-    table = tuple(whole(read_only(plane, 1)) for plane in planes)
-    status = kernels.apply_sparse(out, read_only(gaps, 1), read_only(signs, 1), len(planes[0]), table, inverse)
+    differences = np.zeros(len(planes[0]), out.dtype)
+    for plane, row in enumerate(planes):
+        kernels.put_plane(differences, np.frombuffer(bytearray(row), np.uint8), plane)
+    kernels.join_signs(np.frombuffer(bytearray(signs), np.uint8), differences)
+    status = kernels.apply_sparse(out, np.frombuffer(bytearray(gaps), np.uint8), differences, inverse)
     assert_guards_hold(buffer)
     return status, out.tobytes()
 
@@ -315,7 +300,8 @@ def test_planes_are_the_bytes_of_the_values_in_order_and_join_again(pair: tuple[
     assert_guards_hold(planes_buffer)
     assert [plane.tobytes() for plane in planes] == [data[plane::width] for plane in range(width)]
     out, buffer = guarded((elements,), np.dtype(f"<u{width}"))
-    kernels.join_planes(out, tuple(map(whole, planes)))
+    for plane, row in enumerate(planes):
+        kernels.put_plane(out, row, plane)
     assert_guards_hold(buffer)
     assert out.tobytes() == data
 
@@ -323,7 +309,7 @@ def test_planes_are_the_bytes_of_the_values_in_order_and_join_again(pair: tuple[
 @given(st.binary(max_size=1200), st.sampled_from([0.0, 0.3, 0.35, 0.9, 1.0]), st.integers(0, 2**32 - 1))
 def test_zeros_go_apart_and_come_back(data: bytes, share: float, seed: int) -> None:
     raw = np.frombuffer(data, np.uint8) * (np.random.default_rng(seed).random(len(data)) >= share)
-    raw = frozen(raw.astype(np.uint8))
+    raw = raw.astype(np.uint8)
     others = [byte for byte in raw.tolist() if byte]
     assert kernels.count_zeros(raw) == len(data) - len(others)
     flags, flags_buffer = guarded(((len(data) + 7) // 8,), np.dtype(np.uint8))
@@ -331,23 +317,21 @@ def test_zeros_go_apart_and_come_back(data: bytes, share: float, seed: int) -> N
     kernels.set_apart(raw, flags, values)
     assert values.tolist() == others
     assert (flags == np.packbits(raw != 0, bitorder="little")).all()
-    apart, apart_buffer = guarded((len(data) + flags.size,), np.dtype(np.uint8))
-    assert_sifted(raw, kernels.sift(raw, apart), apart)
     if flags.size:
         flags[-1] |= 255 << (len(data) - 8 * (flags.size - 1)) & 255  # spare bits mean nothing
-    assert kernels.count_flags(frozen(flags), raw.size) == len(others)
+    assert kernels.count_flags(flags, raw.size) == len(others)
     out, out_buffer = guarded(raw.shape, np.dtype(np.uint8))
-    kernels.join_planes(out, ((frozen(flags), frozen(values)),))
+    kernels.join_zeros(flags, values, out)
     assert (out == raw).all()
-    for buffer in (values_buffer, flags_buffer, apart_buffer, out_buffer):
+    for buffer in (values_buffer, flags_buffer, out_buffer):
         assert_guards_hold(buffer)
 
 
 def test_the_sample_tells_random_bytes_from_others() -> None:
     rng = np.random.default_rng(0)
-    assert kernels.sample_bits(frozen(rng.integers(0, 256, 1 << 16, np.uint8)), 4096) > 7.9
-    assert kernels.sample_bits(frozen(rng.integers(0, 16, 1 << 16, np.uint8)), 4096) == pytest.approx(4, abs=0.02)
-    assert kernels.sample_bits(frozen(np.zeros(5, np.uint8)), 4096) == 0
+    assert kernels.sample_bits(rng.integers(0, 256, 1 << 16, np.uint8), 4096) > 7.9
+    assert kernels.sample_bits(rng.integers(0, 16, 1 << 16, np.uint8), 4096) == pytest.approx(4, abs=0.02)
+    assert kernels.sample_bits(np.zeros(5, np.uint8), 4096) == 0
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import threading
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from deltastore.checkpoint import open_checkpoint
 from deltastore.codec import Encoding
-from deltastore.codec.taking import TakingEncoder
 from deltastore.digest import hasher
 from deltastore.interop.xor import XorDecoder, XorDelta, XorEncoder, checksum
 from deltastore.manifest import MODEL
@@ -25,17 +25,18 @@ from deltastore.materialize import write_all
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.patch import Patch, build, seal
 from deltastore.replay import in_turn
-from deltastore.shadow import shared_memory
+from deltastore.shadow import Shadow
 from deltastore.shares import Shares
 from deltastore.snapshot import snapshot_id
 
 from .pairs import write_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from deltastore.snapshot import ChunkSpan, Digests, Schema, TensorSpec
+    from deltastore.shadow import Run
+    from deltastore.snapshot import ChunkSpan, Digests, TensorSpec
 
     from .crew import Crew
     from .pairs import Pair
@@ -46,6 +47,7 @@ __all__ = ["Files", "Ours", "Yardstick"]
 
 _Item = TypeVar("_Item")
 
+_FULL = Encoding.FULL
 _IDENTITY = PartIdentity("0" * 32, 1, "0" * 32, MODEL)
 
 
@@ -80,32 +82,24 @@ def _shared_out(items: Iterable[tuple[_Item, int]], nbytes: int, threads: int) -
     return cut
 
 
-def _chunks(schema: Schema) -> Iterator[tuple[tuple[TensorSpec, int], int]]:
-    for spec in schema:
-        for chunk in range(spec.chunks):
-            start, stop = spec.chunk_range(chunk)
-            yield (spec, chunk), stop - start
-
-
 class Ours:
-    """This project's codec at one level: encodes chunk by chunk as the writer does, applies as the receiver does."""
+    """This project's codec at one level: encodes in a writer's shadow, applies as the receiver does."""
 
     def __init__(self, pair: Pair, level: str, crew: Crew) -> None:
         self.pair = pair
-        self._level = level
         self._crew = crew
         self._hash = hasher("xxh3-128")
-        self._local = threading.local()
         self._rows: list[ChunkRow] = []
         self.stored_bytes = 0
-        memory, starts = shared_memory(np.array([data.size for data in pair.old.values()]))
-        self._shadow = {}
-        for start, (name, data) in zip(starts.tolist(), pair.old.items(), strict=True):
-            self._shadow[name] = memory[start : start + data.size]
-            np.copyto(self._shadow[name], data)
-        self._shares = _shared_out(_chunks(pair.schema), pair.nbytes, crew.threads)
+        self._shadow = Shadow(pair.schema, self._hash, level=level)
+        for spec in pair.schema:
+            for chunk in range(spec.chunks):
+                start, stop = spec.chunk_range(chunk)
+                self._shadow.chunk(spec, chunk)[:] = pair.old[spec.name][start:stop]
         self._ways = [(pair.new, self._digests(pair.old)), (pair.old, self._digests(pair.new))]
         self._before = self._ways[0][1]
+        self._shadow.digests = self._before
+        self._shares = [self._runs(given, crew.threads) for given, _ in self._ways]
 
     def _digests(self, content: Any) -> Digests:
         table = np.zeros((self.pair.schema.chunks, self._hash.size), np.uint8)
@@ -116,33 +110,43 @@ class Ours:
                 table[number] = np.frombuffer(self._hash.digest(np.ascontiguousarray(piece)), np.uint8)
         return table
 
+    def _runs(self, content: Any, threads: int) -> list[list[Run]]:
+        """Return what threads are handed at a time: consecutive chunks of a tensor together."""
+        schema = self.pair.schema
+        sizes = [
+            ((position, chunk), stop - start)
+            for position, spec in enumerate(schema)
+            for chunk in range(spec.chunks)
+            for start, stop in [spec.chunk_range(chunk)]
+        ]
+        shares = []
+        for share in _shared_out(sizes, self.pair.nbytes, threads):
+            runs: list[Run] = []
+            for position, chunks in groupby(share, key=itemgetter(0)):
+                numbers = [chunk for _, chunk in chunks]
+                data = content[schema.tensors[position].name]
+                runs.append((position, lambda start, stop, data=data: data[start:stop], numbers[0], numbers[-1] + 1))
+            shares.append(runs)
+        return shares
+
     def encode(self) -> None:
         """Encode the whole pair, one way or the other."""
-        results = self._crew.map(self._encode_share, self._shares)
+        results = self._crew.map(self._shadow.encode, self._shares[0])
         rows = [row for rows in results for row in rows]
-        if self._ways[0][0] is self.pair.new:
+        given, _ = self._ways[0]
+        if given is self.pair.new:
             self._rows = rows
             self.stored_bytes = sum(len(row.encoded.payload) for row in rows)
+        self._crew.map(lambda row: self._follow(row, given), [row for row in rows if row.encoded.encoding == _FULL])
         self._ways.reverse()
+        self._shares.reverse()
+        self._shadow.advance(list, self._ways[0][1], workers=1)
 
-    def _encode_share(self, share: list[tuple[TensorSpec, int]]) -> list[ChunkRow]:
-        local, schema = self._local, self.pair.schema
-        if not hasattr(local, "encoder"):
-            local.encoder = TakingEncoder(self._level)
-        given, digests = self._ways[0]
-        rows = []
-        for spec, chunk in share:
-            start, stop = spec.chunk_range(chunk)
-            old, new = self._shadow[spec.name][start:stop], given[spec.name][start:stop]
-            encoded = local.encoder.take(old, new, width=spec.width)
-            if encoded is None:
-                continue
-            before = digests[schema.chunk_number(spec.name, chunk)].tobytes()
-            after = self._hash.digest(local.encoder.kept)
-            rows.append(ChunkRow(schema.position(spec.name), chunk, encoded, before, after))
-            if encoded.encoding == Encoding.FULL:  # a writer's shadow follows these after the commit
-                np.copyto(old, local.encoder.kept)
-        return rows
+    def _follow(self, row: ChunkRow, given: Any) -> None:
+        """Follow what does not lead back: a writer does so after the commit, out of its parts."""
+        spec = self.pair.schema.tensors[row.tensor]
+        start, stop = spec.chunk_range(row.chunk)
+        np.copyto(self._shadow.chunk(spec, row.chunk), given[spec.name][start:stop])
 
     def prepare(self) -> None:
         """Make of what was encoded the part that a receiver has fetched and verified."""
