@@ -170,6 +170,7 @@ class Shadow:
                 self._encode_runs(runs, rows)
             if tiny is not None:
                 self._encode_tiny(tiny, rows)
+            rows.sort()  # by tensor and chunk, of which no two are alike: those encoded one by one came last
         except BaseException:
             self._undo(rows)
             raise

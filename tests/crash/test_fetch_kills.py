@@ -53,17 +53,16 @@ def test_kills_while_a_large_part_is_on_its_way(large, commands, tmp_path, round
     for number in range(rounds(2, 10)):
         live = tmp_path / f"live{number}"
         words = [*base, "--checkpoint", live, "--max-bandwidth", RATE]
-        here, kept = 0, []
+        here = 0
         for _ in range(3):
             command = commands.start(*words)
-            if not command.ends_within(draw.uniform(0.3, 0.8)):
+            training.until(lambda live=live, before=here: arrived(live) > before, what="more of the part")
+            if not command.ends_within(draw.uniform(0, 0.3)):
                 command.send(signal.SIGKILL)
             assert command.end().code == -signal.SIGKILL
-            assert arrived(live) >= here
+            assert arrived(live) > here
             here = arrived(live)
-            kept.append(here)
-        assert 0 < here < size
-        assert len(set(kept)) > 1
+        assert here < size
         ended = commands.run(*words).ok()
         assert ended.json["last_update"]["fetched_bytes"] == size - here
         assert ended.seconds > 0.9 * (size - here) / RATE

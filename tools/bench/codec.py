@@ -171,13 +171,16 @@ def _targets(rows: list[Row], found: dict[str, float], kernel: float) -> Iterato
 
 
 def _scaling(rows: list[Row], found: dict[str, float]) -> Iterator[Target]:
-    """All cores against one: 1.7 times, or 80 % of what all of them read together, whichever is less."""
+    """All cores against one: 1.7 times, or 80 % of what all of them can do with the memory, whichever is less.
+
+    Encoding reads two streams; applying reads, hashes and writes files in the page cache.
+    """
     pairs = {(row["case"], row["threads"]): row for row in rows}
     most = max(row["threads"] for row in rows) if rows else 1
     cases = [row["case"] for row in rows if row["threads"] == 1 and 0.009 < row["changed"] < 0.025]
     for case in cases if most > 1 else ():
         one, all_cores = pairs[case, 1], pairs[case, most]
-        for what in ("encode", "apply"):
+        for what, limit in (("encode", "two_stream_read_all"), ("apply", "file_copy_all")):
             key = f"fast_{what}_gbps"
-            wanted = min(1.7, 0.8 * found["two_stream_read_all"] / one[key])
+            wanted = min(1.7, 0.8 * found[limit] / one[key])
             yield Target(f"{what}, all cores / one, {case}", wanted, all_cores[key] / one[key])
