@@ -160,7 +160,8 @@ class Shadow:
     def encode(self, runs: Sequence[Run], tiny: Tiny | None = None) -> list[ChunkRow]:
         """Compare new bytes with the shadow, encode what changed, and follow it where that can be undone.
 
-        Called from several threads. What is raised leaves these chunks as they were.
+        Called from several threads. What is raised leaves these chunks as they were; those for which even that fails
+        stay ahead, so that nothing is published upon them.
         """
         rows: list[ChunkRow] = []
         try:
@@ -184,6 +185,11 @@ class Shadow:
             spec = self.schema.tensors[position]
             begin, stop = first * CHUNK_BYTES, spec.chunk_range(end - 1)[1]
             new = content(begin, stop)
+            if new.size != stop - begin or not new.flags.c_contiguous:
+                raise PublishError(
+                    f"{spec.name} gave {new.size} bytes for its bytes {begin} to {stop}, or not in a row.",
+                    tensors=(spec.name,),
+                )
             if address_of(new) % spec.width:
                 new = aligned_copy(new)
             held.append(new)
@@ -203,14 +209,19 @@ class Shadow:
         ``owner`` keeps their new bytes where they are.
         """
         one_by_one: list[int] = []
+        numbers = self.schema.first_chunk[tensors] + chunks
         if self._follows:
+            # Ahead until it is known what became of them: whatever fails meanwhile, nothing is published upon them.
+            self._ahead[numbers] = True
             for taken in self._tools().encoder.take_spans(spans):
                 within = slice(taken.first, taken.first + len(taken.changed))
                 try:
-                    rows += self._note(taken, tensors[within], chunks[within])
+                    rows += self._rows(taken, numbers[within], tensors[within], chunks[within])
                 except BaseException:
                     give_back(spans, taken, self._tools().decoder)
+                    self._ahead[numbers[taken.first :]] = False
                     raise
+                self._ahead[numbers[within][taken.changed <= 0]] = False
                 one_by_one += (taken.first + np.flatnonzero(taken.changed < 0)).tolist()
         else:
             one_by_one += range(len(chunks))
@@ -220,13 +231,12 @@ class Shadow:
             if row is not None:
                 rows.append(row)
 
-    def _note(self, taken: Taken, tensors: Array, chunks: Array) -> list[ChunkRow]:
-        """Note which chunks are ahead now; returns their rows."""
+    def _rows(self, taken: Taken, numbers: Array, tensors: Array, chunks: Array) -> list[ChunkRow]:
+        """Return the rows of the chunks, with these numbers, that were taken."""
         changed = np.flatnonzero(taken.changed > 0)
-        numbers = self.schema.first_chunk[tensors[changed]] + chunks[changed]
         places = (tensors[changed].tolist(), chunks[changed].tolist())
         counts, ends = taken.changed[changed].tolist(), taken.ends[changed].tolist()
-        old_digests = _cut(self.digests[numbers])
+        old_digests = _cut(self.digests[numbers[changed]])
         if taken.digests is not None:
             new_digests = _cut(taken.digests[changed])
         else:
@@ -240,7 +250,6 @@ class Shadow:
             encoded = EncodedChunk(Encoding.SPARSE, count, taken.payloads[begin:end].tobytes())
             rows.append(ChunkRow(tensor, chunk, encoded, old, new))
             begin = end
-        self._ahead[numbers] = True
         return rows
 
     def _encode(self, position: int, chunk: int, given: Bytes, where: Positions | None) -> ChunkRow | None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltastore.attempt
+import deltastore.shadow
 from deltastore.attempt import Attempt
-from deltastore.codec import LEVELS, Encoding
+from deltastore.codec import LEVELS, Encoding, taking
 from deltastore.codec.taking import TakingEncoder
 from deltastore.digest import hasher
 from deltastore.errors import CorruptObject, PublishError
@@ -207,13 +208,62 @@ def test_an_encoder_that_fails_can_be_taken_back(make: Any, monkeypatch: pytest.
 
     bench = make(old)
     monkeypatch.setattr(TakingEncoder, "take", failing(TakingEncoder.take))
-    monkeypatch.setattr(Shadow, "_note", failing(Shadow._note))
+    monkeypatch.setattr(Shadow, "_rows", failing(Shadow._rows))
     attempt, intake = bench.begin()
     with pytest.raises(MemoryError):
         intake.take(inputs(new), reusable=True)
     intake.leave()
     bench.shadow.take_back(attempt.parts(SCHEMA), workers=1)
     attempt.abandon()
+    bench.holds(old)
+
+
+def raises_after(function: Any = None) -> Any:
+    """Do what a function does, and then run out of memory."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if function is not None:
+            function(*arguments, **options)
+        raise MemoryError
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["kernel", "going back"])
+def test_chunks_that_cannot_be_led_back_let_nothing_be_published_upon_them(
+    make: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    rng = np.random.default_rng(9)
+    old = first(rng)
+    new = {name: data + np.uint8(1) for name, data in old.items()}
+    new["wide"] = old["wide"].copy()
+    new["wide"][0] += 1
+    bench = make(old)
+    if where == "kernel":
+        monkeypatch.setattr(taking, "_take_spans", raises_after(taking._take_spans))
+    else:
+        monkeypatch.setattr(Shadow, "_rows", raises_after())
+        monkeypatch.setattr(deltastore.shadow, "give_back", raises_after())
+    attempt, intake = bench.begin()
+    with pytest.raises(MemoryError):
+        intake.take(inputs(new), reusable=True)
+    intake.leave()
+    with pytest.raises(CorruptObject, match="not known"):
+        bench.shadow.take_back(attempt.parts(SCHEMA), workers=1)
+    attempt.abandon()
+
+
+def test_a_tensor_that_gives_less_than_it_has_is_refused(make: Any) -> None:
+    old = first(np.random.default_rng(10))
+    bench = make(old)
+    position = SCHEMA.position("wide")
+    for content in (
+        lambda start, end: old["wide"][start : end - 2],
+        lambda start, end: np.repeat(old["wide"][start:end], 2)[::2],
+    ):
+        with pytest.raises(PublishError, match="wide"):
+            bench.shadow.encode([(position, content, 0, 1)])
+    bench.shadow.take_back([], workers=1)
     bench.holds(old)
 
 

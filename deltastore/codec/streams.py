@@ -9,7 +9,7 @@ runs there and still codes them badly; one bit a byte, and the bytes that are no
 Kernels write and read the streams: all those of a chunk in one call, without the interpreter. ``out`` is where they
 write, from byte ``end`` on, with room for ``most_stored``; they return the new end. They read ``payload`` from byte
 ``place`` on and return where the next stream begins, or what is wrong, a negative number. ``zstd`` is the handle of a
-context; ``scratch`` is uint8 of any content, ``writing_scratch`` or ``reading_scratch`` bytes long.
+context; ``scratch`` is uint8 of any content, as long as ``changes_room`` or ``reading_scratch`` say.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["StreamReader", "StreamWriter", "changes_room", "write_changes"]
+__all__ = ["StreamReader", "StreamWriter", "apply_changes", "changes_room", "reading_scratch", "write_changes"]
 
 ZERO, RAW, ZSTD, APART = 0, 1, 2, 3
 
