@@ -47,7 +47,6 @@ __all__ = ["Files", "Ours", "Yardstick"]
 
 _Item = TypeVar("_Item")
 
-_FULL = Encoding.FULL
 _IDENTITY = PartIdentity("0" * 32, 1, "0" * 32, MODEL)
 
 
@@ -131,22 +130,23 @@ class Ours:
 
     def encode(self) -> None:
         """Encode the whole pair, one way or the other."""
-        results = self._crew.map(self._shadow.encode, self._shares[0])
+        results = self._crew.map(self._encode_share, self._shares[0])
         rows = [row for rows in results for row in rows]
-        given, _ = self._ways[0]
-        if given is self.pair.new:
+        if self._ways[0][0] is self.pair.new:
             self._rows = rows
             self.stored_bytes = sum(len(row.encoded.payload) for row in rows)
-        self._crew.map(lambda row: self._follow(row, given), [row for row in rows if row.encoded.encoding == _FULL])
         self._ways.reverse()
         self._shares.reverse()
         self._shadow.advance(list, self._ways[0][1], workers=1)
 
-    def _follow(self, row: ChunkRow, given: Any) -> None:
-        """Follow what does not lead back: a writer does so after the commit, out of its parts."""
-        spec = self.pair.schema.tensors[row.tensor]
-        start, stop = spec.chunk_range(row.chunk)
-        np.copyto(self._shadow.chunk(spec, row.chunk), given[spec.name][start:stop])
+    def _encode_share(self, share: list[Run]) -> list[ChunkRow]:
+        rows = self._shadow.encode(share)
+        given, schema = self._ways[0][0], self.pair.schema
+        for row in rows:
+            if row.encoded.encoding == Encoding.FULL:  # a writer's shadow follows these after the commit
+                spec = schema.tensors[row.tensor]
+                np.copyto(self._shadow.chunk(spec, row.chunk), given[spec.name][slice(*spec.chunk_range(row.chunk))])
+        return rows
 
     def prepare(self) -> None:
         """Make of what was encoded the part that a receiver has fetched and verified."""
