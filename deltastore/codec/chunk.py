@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Positions = np.ndarray[Any, np.dtype[np.int32]]
 
-__all__ = ["ChunkDecoder", "ChunkEncoder", "warm_up"]
+__all__ = ["ChunkDecoder", "ChunkEncoder", "warm_up", "warm_up_decoding"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
 _SPARSE_SHARE = 4
 #: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
 _CONTEXTUAL_FROM = 256
 _CONTEXTUAL_SHARE = 2
+#: The length of a gap stream of one byte.
+_ONE_GAP = (1).to_bytes(4, "little")
 #: More elements than any chunk has.
 _ANY = 1 << 31
 _ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
@@ -222,16 +224,26 @@ class ChunkDecoder:
             reader.drop()
 
 
+def warm_up_decoding(widths: Iterable[int]) -> None:
+    """Load or compile the kernels that apply chunks of these element widths, so that the first one does not wait."""
+    decoder = ChunkDecoder()
+    for width in sorted(set(widths)):
+        out = np.zeros(64 * width, np.uint8)
+        zeros = bytes(5)  # a stream of nothing but zeros
+        decoder.apply(out, Encoding.SPARSE, 1, memoryview(_ONE_GAP + zeros * (2 + width)), width=width)
+        for encoding in (Encoding.DENSE, Encoding.FULL):
+            decoder.apply(out, encoding, 1, memoryview(zeros * width), width=width)
+
+
 def warm_up(widths: Iterable[int]) -> None:
     """Load or compile all kernels for these element widths, so that the first real chunk does not wait for it."""
-    encoder, decoder = ChunkEncoder(), ChunkDecoder()
-    for width in sorted(set(widths)):
+    widths = set(widths)
+    warm_up_decoding(widths)
+    encoder = ChunkEncoder()
+    for width in sorted(widths):
         old = np.arange(64 * width, dtype=np.uint8)
         sparse, dense, full = old.copy(), old.copy(), old[::-1].copy()
         sparse[0] += 1
         dense[::width] += 1
         for new in (sparse, dense, full):
-            encoded = encoder.change(old, new, width=width)
-            if encoded is not None:
-                out = old.copy()
-                decoder.apply(out, encoded.encoding, encoded.changed, memoryview(encoded.payload), width=width)
+            encoder.change(old, new, width=width)

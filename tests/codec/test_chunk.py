@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import resource
 import struct
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -467,3 +469,44 @@ def test_bytes_that_look_random_are_compressed_where_they_repeat(period: int | N
     encoded = ChunkEncoder().full(new, width=1)
     assert (len(encoded.payload) < 0.1 * new.size) == stored
     assert decode(bytes(new.size), FULL, new.size, encoded.payload, width=1) == new.tobytes()
+
+
+def test_what_was_warmed_up_compiles_nothing_more_for_real_chunks() -> None:
+    code = (
+        "import numpy as np\n"
+        "from deltastore.codec import chunk, kernels, libraries, streams, taking\n"
+        "def compiled():\n"
+        "    modules = (kernels, libraries, streams, taking)\n"
+        "    found = [value for module in modules for value in vars(module).values() if hasattr(value, 'signatures')]\n"
+        "    return sum(len(kernel.signatures) for kernel in found)\n"
+        "def change(width, share):\n"
+        "    rng = np.random.default_rng(width)\n"
+        "    old = rng.integers(0, 256, 40_000 * width, np.uint8)\n"
+        "    new = old.copy()\n"
+        "    new.reshape(-1, width)[rng.random(40_000) < share, 0] += 1\n"
+        "    return old, new\n"
+        "widths = (1, 2, 4, 8)\n"
+        "cases = [(width, *change(width, share)) for width in widths for share in (0.01, 1)]\n"
+        "chunk.warm_up_decoding(widths)\n"
+        "encoder = chunk.ChunkEncoder()\n"
+        "changes = [(width, old, encoder.change(old, new, width=width)) for width, old, new in cases]\n"
+        "before = compiled()\n"
+        "for width, old, found in changes:\n"
+        "    payload = memoryview(found.payload)\n"
+        "    chunk.ChunkDecoder().apply(old.copy(), found.encoding, found.changed, payload, width=width)\n"
+        "print(compiled() - before)\n"
+        "chunk.warm_up(widths)\n"
+        "before = compiled()\n"
+        "for width, old, new in cases:\n"
+        "    encoder.change(old, new, width=width)\n"
+        "print(compiled() - before)\n"
+        "taking.warm_up_taking(widths)\n"
+        "before = compiled()\n"
+        "for width in widths:\n"
+        "    old, new = change(width, 0.01)\n"
+        "    spans = taking.Spans(old, np.array([[0, new.ctypes.data, old.size]]), width)\n"
+        "    taken = list(taking.TakingEncoder('fast', 'xxh3-128').take_spans(spans))\n"
+        "print(compiled() - before)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "0", "0"]
