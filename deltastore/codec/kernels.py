@@ -47,6 +47,7 @@ __all__ = [
     "find_changes",
     "join_signs",
     "join_zeros",
+    "keep",
     "list_changes",
     "list_lanes",
     "put_plane",
@@ -105,7 +106,7 @@ def list_lanes(mask: Any, start: int, positions: Array, found: int) -> int:
 
 
 @jit_step
-def _keep(values: Array, out: Array, start: int, stop: int) -> None:
+def keep(values: Array, out: Array, start: int, stop: int) -> None:
     """Copy elements to the same place in ``out``: numba's own copy of a slice goes one by one."""
     whole = stop - (stop - start) % LANES
     for place in range(start, whole, LANES):
@@ -144,8 +145,8 @@ def find_changes(
         for j in range(first, found):
             differences[j] = old.dtype.type(kept[positions[j]] - old[positions[j]])
         if found > limit or (hasty and stop <= begin + 4 * BLOCK and 2 * found > stop - begin):
-            _keep(old, kept, 0, begin)
-            _keep(new, kept, stop, new.size)
+            keep(old, kept, 0, begin)
+            keep(new, kept, stop, new.size)
             return -1
         block = stop
     for i in range(whole, old.size):
@@ -155,7 +156,7 @@ def find_changes(
             differences[found] = old.dtype.type(kept[i] - old[i])
             found += 1
     if found:
-        _keep(old, kept, 0, begin)
+        keep(old, kept, 0, begin)
     return found if found <= limit else -1
 
 

@@ -25,6 +25,7 @@ from .kernels import (
     count_zeros,
     join_signs,
     join_zeros,
+    keep,
     put_plane,
     sample_bits,
     set_apart,
@@ -129,7 +130,7 @@ def _write_whole(raw: Array, bits: float, out: Array, end: int, zstd: Handle) ->
         stored = compress(zstd, raw, rest)
         if stored < raw.size:
             return _write_head(out, end, ZSTD, stored) + stored
-    rest[: raw.size] = raw
+    keep(raw, rest, 0, raw.size)
     return _write_head(out, end, RAW, raw.size) + raw.size
 
 
@@ -277,7 +278,7 @@ def _read_whole(payload: Array, place: int, out: Array, zstd: Handle) -> int:
     if method == ZERO and stored == 0:
         out[:] = 0
     elif method == RAW and stored == out.size:
-        out[:] = payload[place : place + stored]
+        keep(payload[place : place + stored], out, 0, stored)
     elif method == ZSTD and out.size:
         if not decompress(zstd, payload[place : place + stored], out):
             return _FRAME
