@@ -12,7 +12,8 @@ import numpy as np
 from .attempt import Attempt
 from .clock import now
 from .codec import Encoding
-from .codec.chunk import ChunkDecoder, ChunkEncoder
+from .codec.applying import ChunkDecoder
+from .codec.chunk import ChunkEncoder
 from .commit import commit
 from .errors import CorruptObject, StorageError
 from .manifest import FORMAT, MODEL

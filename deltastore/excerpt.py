@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .codec.chunk import ChunkDecoder
+from .codec.applying import ChunkDecoder
 from .container import header_size
 from .errors import CorruptObject
 from .limits import UNLIMITED
@@ -54,7 +54,7 @@ class Excerpts:
         self._plan = plan
         self._limits = limits
         self._tables: dict[str, Part] = {}
-        self._decoder = ChunkDecoder()
+        self._decoder = ChunkDecoder(store.hash)
 
     def _range(self, part: PartRef, start: int, end: int) -> bytes:
         if end > part.size:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from .codec import DamagedChunk, Encoding
-from .codec.chunk import ChunkDecoder
+from .codec import Encoding
+from .codec.applying import ChunkDecoder, Chunks, Steps, Wrong
 from .errors import BaseMismatch, CorruptObject
-from .memory import ALIGNMENT, aligned_memory
+from .memory import ALIGNMENT, address_of, aligned_memory
 from .shares import Shares
 from .snapshot import CHUNK_BYTES, chunk_spans, snapshot_id
 
@@ -88,64 +88,80 @@ def write_each(take: Callable[[TensorSpec, int, Bytes], object]) -> Write:
     return write
 
 
-class _Work:
-    """What has to be applied to each chunk.
+_NONE = np.empty(0, np.int64)
+_NO_STEPS = Steps(_NONE, np.empty((0, 3), np.uint32), _NONE, _NONE, np.empty((0, 3), np.int64))
 
-    One row an encoded chunk, sorted by chunk number, steps in the plan's order. Arrays, whatever their number.
+
+class _Work:
+    """What has to be applied to each chunk: a step an encoded chunk, those of a chunk in the plan's order.
+
+    Arrays, whatever their number.
     """
 
-    __slots__ = ("_columns", "_parts", "numbers")
+    __slots__ = ("_parts", "steps")
 
     def __init__(self, parts: list[tuple[Part, bool, slice]]) -> None:
-        self._parts = parts
-        if not parts:
-            self.numbers = np.zeros(0, np.int64)
-            self._columns: tuple[Array, ...] = ()
-            return
-        numbers = np.concatenate([part.numbers[rows] for part, _, rows in parts])
+        self._parts = parts  # their payloads stay where they are
+        bounds = [0, *accumulate(rows.stop - rows.start for _, _, rows in parts)]
+        numbers, starts, stops = (np.empty(bounds[-1], np.int64) for _ in range(3))
+        words = np.empty((bounds[-1], 3), np.uint32)
+        payloads = np.empty((len(parts), 3), np.int64)
+        for place, (part, inverse, rows) in enumerate(parts):
+            mine = slice(bounds[place], bounds[place + 1])
+            numbers[mine], starts[mine], stops[mine] = part.numbers[rows], part.starts[:-1][rows], part.starts[1:][rows]
+            words[mine] = np.stack(
+                [np.full_like(part.changed[rows], place), part.encoding[rows], part.changed[rows]], 1
+            )
+            payloads[place] = address_of(np.frombuffer(part.payload, np.uint8)), len(part.payload), inverse
         order = np.argsort(numbers, kind="stable")
-        counts = [rows.stop - rows.start for _, _, rows in parts]
-        places = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
-        encoding = np.concatenate([part.encoding[rows] for part, _, rows in parts])
-        changed = np.concatenate([part.changed[rows] for part, _, rows in parts])
-        starts = np.concatenate([part.starts[:-1][rows] for part, _, rows in parts])
-        ends = np.concatenate([part.starts[1:][rows] for part, _, rows in parts])
-        self.numbers = numbers[order]
-        self._columns = tuple(column[order] for column in (places, encoding, changed, starts, ends))
+        self.steps = Steps(numbers[order], words[order], starts[order], stops[order], payloads)
 
-    def of(self, span: ChunkSpan) -> Iterator[tuple[int, Part, bool, int, int, memoryview]]:
-        """Yield (place in the span, part, inverse, encoding, changed, payload) for each step that touches a chunk."""
-        first = int(self.numbers.searchsorted(span.numbers[0]))
-        end = int(self.numbers.searchsorted(span.numbers[-1], side="right"))
-        if first == end:
-            return
-        chunks = span.numbers.searchsorted(self.numbers[first:end]).tolist()
-        columns = (column[first:end].tolist() for column in self._columns)
-        for chunk, place, encoding, changed, start, stop in zip(chunks, *columns, strict=True):
-            part, inverse, _ = self._parts[place]
-            yield chunk, part, inverse, encoding, changed, part.payload[start:stop]
+    def of(self, span: ChunkSpan) -> Steps:
+        """Return the steps that touch a span's chunks."""
+        numbers = self.steps.numbers
+        first, end = numbers.searchsorted(span.numbers[0]), numbers.searchsorted(span.numbers[-1], side="right")
+        return self.steps.cut(int(first), int(end))
+
+    def part(self, steps: Steps, step: int) -> Part:
+        """Return the part that a step belongs to."""
+        part, _, _ = self._parts[int(steps.words[step, 0])]
+        return part
 
 
 class Spent:
     """What building took: seconds of decoding and of hashing, added up over threads, and the bytes of each.
 
-    Those decoded are counted as they are stored.
+    Those decoded are counted as they are stored. ``counts``: as ``ChunkDecoder.build`` counts.
     """
 
-    __slots__ = ("decode_seconds", "decoded_bytes", "verified_bytes", "verify_seconds")
+    __slots__ = ("counts",)
 
     def __init__(self) -> None:
-        self.decode_seconds = 0.0
-        self.decoded_bytes = 0
-        self.verify_seconds = 0.0
-        self.verified_bytes = 0
+        self.counts = np.zeros(4, np.int64)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds of decoding."""
+        return int(self.counts[0]) / 1e9
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes decoded."""
+        return int(self.counts[1])
+
+    @property
+    def verify_seconds(self) -> float:
+        """Seconds of hashing."""
+        return int(self.counts[2]) / 1e9
+
+    @property
+    def verified_bytes(self) -> int:
+        """Bytes hashed."""
+        return int(self.counts[3])
 
     def add(self, other: Spent) -> None:
         """Count what another one counted."""
-        self.decode_seconds += other.decode_seconds
-        self.decoded_bytes += other.decoded_bytes
-        self.verify_seconds += other.verify_seconds
-        self.verified_bytes += other.verified_bytes
+        self.counts += other.counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +197,13 @@ def build(
 
     def build_batch(batch: Batch) -> tuple[int, Spent]:
         if not hasattr(local, "decoder"):
-            local.decoder = ChunkDecoder()
+            local.decoder = ChunkDecoder(batch.patch.hash)
             local.buffer = aligned_memory(CHUNK_BYTES + ALIGNMENT)
         spent = Spent()
         for span in batch.spans:
             begin = places.phase(span) if places is not None else 0
             out = local.buffer[begin : begin + span.nbytes]
-            if kept is not None and kept(span, out) and batch.patch.has(span, out, spent):
+            if kept is not None and kept(span, out) and batch.patch.has(span, out, local.decoder, spent):
                 continue
             batch.patch.build_span(span, batch.work, read, out, local.decoder, spent)
             write(span, out)
@@ -231,7 +247,7 @@ class Patch:
         window: range | None = None,
     ) -> None:
         self._schema = schema
-        self._hash = hash_function
+        self.hash = hash_function
         self._before = before
         self._window = window if window is not None else range(schema.chunks)
         self._parts: list[tuple[Part, bool, slice]] = []
@@ -288,7 +304,7 @@ class Patch:
         """Raise ``CorruptObject`` unless the chained digests, of all chunks, make the expected snapshot."""
         seal(
             self._schema,
-            self._hash,
+            self.hash,
             self.after,
             expected_snapshot_id,
             key=self._parts[-1][0].key if self._parts else None,
@@ -318,7 +334,7 @@ class Patch:
         ``shares``: those of all work that is done together with this.
         """
         work = _Work(self._parts)
-        numbers = np.arange(self._window.start, self._window.stop) if everything else np.unique(work.numbers)
+        numbers = np.arange(self._window.start, self._window.stop) if everything else np.unique(work.steps.numbers)
         spans: list[ChunkSpan] = []
         nbytes = 0
         for span in chunk_spans(self._schema, numbers):
@@ -338,53 +354,40 @@ class Patch:
         """Build the new bytes of a span's chunks in ``out``; raises unless each has its digest."""
         if self._before is not None:
             read(span, out)
-        starts, stops = span.starts.tolist(), span.stops.tolist()
-        tensors, specs = span.tensors.tolist(), self._schema.tensors
-        began = time.perf_counter()
-        for chunk, part, inverse, encoding, changed, payload in work.of(span):
-            spec = specs[tensors[chunk]]
-            piece = out[starts[chunk] : stops[chunk]]
-            try:
-                decoder.apply(piece, encoding, changed, payload, width=spec.width, inverse=inverse)
-            except DamagedChunk as error:
-                message = f"{part.key} has a damaged chunk {span.chunks[chunk]} of {spec.name!r}: {error}."
-                raise CorruptObject(message, key=part.key) from error
-            spent.decoded_bytes += len(payload)
-        spent.decode_seconds += time.perf_counter() - began
-        found = self._digests(out, starts, stops, spent)
-        wanted = self.after[span.numbers]
-        if found != wanted.tobytes():
-            differs = np.frombuffer(found, np.uint8).reshape(wanted.shape) != wanted
-            self._blame(span, int(differs.any(axis=1).argmax()), work, read)
+        steps = work.of(span)
+        wrong = decoder.build(out, self._chunks(span), steps, self.after, spent.counts)
+        if wrong is not None:
+            self._blame(span, wrong, work, steps, read, decoder)
 
-    def has(self, span: ChunkSpan, data: Bytes, spent: Spent) -> bool:
+    def has(self, span: ChunkSpan, data: Bytes, decoder: ChunkDecoder, spent: Spent) -> bool:
         """Tell whether ``data`` are the new bytes of a span's chunks."""
-        found = self._digests(data, span.starts.tolist(), span.stops.tolist(), spent)
-        return found == self.after[span.numbers].tobytes()
+        return decoder.build(data, self._chunks(span), _NO_STEPS, self.after, spent.counts) is None
 
-    def _digests(self, data: Bytes, starts: Sequence[int], stops: Sequence[int], spent: Spent) -> bytes:
-        began = time.perf_counter()
-        view, digest = data.data, self._hash.digest
-        found = b"".join([digest(view[start:stop]) for start, stop in zip(starts, stops, strict=True)])
-        spent.verify_seconds += time.perf_counter() - began
-        spent.verified_bytes += sum(stops) - sum(starts)
-        return found
+    def _chunks(self, span: ChunkSpan) -> Chunks:
+        return Chunks(span.numbers, span.starts, span.stops, self._schema.widths[span.tensors])
 
-    def _blame(self, span: ChunkSpan, chunk: int, work: _Work, read: Read) -> None:
-        """Say whose fault a wrong digest is: the local copy's, or the part's."""
-        name, number = self._schema.tensors[span.tensors[chunk]].name, int(span.chunks[chunk])
+    def _blame(
+        self, span: ChunkSpan, wrong: Wrong, work: _Work, steps: Steps, read: Read, decoder: ChunkDecoder
+    ) -> NoReturn:
+        """Say whose fault a wrong chunk is: the local copy's, or a part's."""
+        name, number = self._schema.tensors[span.tensors[wrong.chunk]].name, int(span.chunks[wrong.chunk])
+        if wrong.step is not None:
+            part = work.part(steps, wrong.step)
+            message = f"{part.key} has a damaged chunk {number} of {name!r}: {wrong.problem}."
+            raise CorruptObject(message, key=part.key)
         if self._before is not None:
             old = np.empty(span.nbytes, np.uint8)
             read(span, old)
-            digest = self._digests(old, [int(span.starts[chunk])], [int(span.stops[chunk])], Spent())
-            if digest != self._before[span.numbers[chunk]].tobytes():
+            chunk = Chunks(*(column[wrong.chunk :][:1] for column in self._chunks(span)))
+            if decoder.build(old, chunk, _NO_STEPS, self._before, Spent().counts) is not None:
                 raise BaseMismatch(
                     f"Chunk {number} of {name!r} in the local checkpoint changed on disk.",
                     tensors=(name,),
                     key=name,
                     hint="Fetch the checkpoint anew: remove it and start the receiver again.",
                 )
-        key = next((step[1].key for step in reversed(list(work.of(span))) if step[0] == chunk), None)
+        touching = np.flatnonzero(steps.numbers == span.numbers[wrong.chunk])
+        key = work.part(steps, int(touching[-1])).key if touching.size else None
         raise CorruptObject(
             f"{key} leads to wrong bytes in chunk {number} of {name!r}.",
             key=key,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .codec import DamagedChunk, EncodedChunk, Encoding
-from .codec.chunk import ChunkDecoder
+from .codec.applying import ChunkDecoder
 from .codec.taking import Spans, Taken, TakingEncoder, give_back
 from .errors import CorruptObject, PublishError
 from .memory import ALIGNMENT, address_of, aligned_copy, aligned_memory, memory_at

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from deltastore.codec.chunk import warm_up_decoding
+from deltastore.codec.applying import warm_up_applying
 from deltastore.errors import (
     BaseMismatch,
     CorruptObject,
@@ -128,7 +128,7 @@ class Patcher(Rollback):
         self._base = base
         self._limits = limits
         self._progress = progress
-        warm_up_decoding(spec.width for spec in store.schema())
+        warm_up_applying(spec.width for spec in store.schema())
 
     def adopt(self) -> LiveSlot | None:
         """Take over what is at the checkpoint's path; returns the live slot, or ``None`` where there is nothing yet.

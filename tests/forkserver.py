@@ -176,7 +176,8 @@ def _warm_up() -> None:
 
     import numpy as np  # noqa: PLC0415
 
-    from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder  # noqa: PLC0415
+    from deltastore.codec.applying import ChunkDecoder  # noqa: PLC0415
+    from deltastore.codec.chunk import ChunkEncoder  # noqa: PLC0415
     from deltastore.codec.taking import warm_up_taking  # noqa: PLC0415
     from deltastore.digest import hasher  # noqa: PLC0415
 

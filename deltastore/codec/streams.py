@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .encoding import DamagedChunk
 from .kernels import (
     apply_sparse,
     count_flags,
@@ -32,8 +31,9 @@ from .kernels import (
     split_differences,
     write_gaps,
 )
-from .lanes import jit, jit_step
-from .libraries import Compressor, Decompressor, compress, decompress
+from .lanes import jit, jit_inline, jit_step
+from .libraries import Compressor, compress, decompress
+from .problems import EARLY, FRAME, GAPS, LEFT_OVER, METHOD, OUTSIDE
 
 if TYPE_CHECKING:
     from .libraries import Handle
@@ -41,7 +41,17 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["StreamReader", "StreamWriter", "apply_changes", "changes_room", "reading_scratch", "write_changes"]
+__all__ = [
+    "StreamWriter",
+    "apply_changes",
+    "changes_room",
+    "read_differences",
+    "read_number",
+    "read_stream",
+    "read_values",
+    "reading_scratch",
+    "write_changes",
+]
 
 ZERO, RAW, ZSTD, APART = 0, 1, 2, 3
 
@@ -72,17 +82,6 @@ _ZSTD = {
     "checksumFlag": 0,
     "contentSizeFlag": 1,
 }
-
-_EARLY, _METHOD, _FRAME, _LEFT_OVER, _GAPS, _OUTSIDE = -1, -2, -3, -4, -5, -6
-_PROBLEMS = {
-    _EARLY: "it ends too early",
-    _METHOD: "a stream has a method or a stored length that does not fit",
-    _FRAME: "a zstd frame is damaged, or does not hold what the chunk needs",
-    _LEFT_OVER: "bytes are left over",
-    _GAPS: "its gaps have a length that does not fit the number of changes",
-    _OUTSIDE: "its gaps lead outside the chunk, or do not fit the number of changes",
-}
-
 
 # Writing
 
@@ -259,7 +258,8 @@ def reading_scratch(size: int) -> int:
 
 
 @jit_step
-def _read_number(payload: Array, place: int) -> int:
+def read_number(payload: Array, place: int) -> int:
+    """Return the u32le at a place, whose four bytes must be there."""
     number: Any = 0
     for byte in range(4):
         number |= np.int64(payload[place + byte]) << (8 * byte)
@@ -270,20 +270,20 @@ def _read_number(payload: Array, place: int) -> int:
 def _read_whole(payload: Array, place: int, out: Array, zstd: Handle) -> int:
     """Read a stream without zeros apart into ``out``, which has its raw length."""
     if payload.size - place < _HEAD:
-        return _EARLY
-    method, stored = payload[place], _read_number(payload, place + 1)
+        return EARLY
+    method, stored = payload[place], read_number(payload, place + 1)
     place += _HEAD
     if stored > payload.size - place:
-        return _EARLY
+        return EARLY
     if method == ZERO and stored == 0:
         out[:] = 0
     elif method == RAW and stored == out.size:
         keep(payload[place : place + stored], out, 0, stored)
     elif method == ZSTD and out.size:
         if not decompress(zstd, payload[place : place + stored], out):
-            return _FRAME
+            return FRAME
     else:
-        return _METHOD
+        return METHOD
     return place + stored
 
 
@@ -292,9 +292,9 @@ def read_stream(payload: Array, place: int, out: Array, scratch: Array, zstd: Ha
     """Read a stream into ``out``, which has its raw length."""
     if payload.size - place < _HEAD or payload[place] != APART or not out.size:
         return _read_whole(payload, place, out, zstd)
-    stop = place + _HEAD + _read_number(payload, place + 1)
+    stop = place + _HEAD + read_number(payload, place + 1)
     if stop > payload.size:
-        return _EARLY
+        return EARLY
     flags = scratch[: (out.size + 7) >> 3]
     place = _read_whole(payload[:stop], place + _HEAD, flags, zstd)
     if place < 0:
@@ -302,12 +302,12 @@ def read_stream(payload: Array, place: int, out: Array, scratch: Array, zstd: Ha
     values = scratch[flags.size : flags.size + count_flags(flags, out.size)]
     place = _read_whole(payload[:stop], place, values, zstd)
     if 0 <= place < stop:
-        return _LEFT_OVER
+        return LEFT_OVER
     join_zeros(flags, values, out)
     return place
 
 
-@jit
+@jit_inline
 def read_values(payload: Array, place: int, out: Array, scratch: Array, zstd: Handle) -> int:
     """Read the byte planes of values, one a byte of their width."""
     row = scratch[: out.size]
@@ -319,7 +319,7 @@ def read_values(payload: Array, place: int, out: Array, scratch: Array, zstd: Ha
     return place
 
 
-@jit
+@jit_inline
 def read_differences(payload: Array, place: int, out: Array, scratch: Array, zstd: Handle) -> int:
     """Read the signs and magnitudes less one of differences."""
     signs = scratch[: (out.size + 7) >> 3]
@@ -332,16 +332,16 @@ def read_differences(payload: Array, place: int, out: Array, scratch: Array, zst
     return place
 
 
-@jit
+@jit_inline
 def apply_changes(
     payload: Array, place: int, elements: Array, count: int, inverse: bool, scratch: Array, zstd: Handle
 ) -> int:
     """Read a sparse chunk of ``count`` changes, and add its differences to ``elements`` (or take them away)."""
     if payload.size - place < 4:
-        return _EARLY
-    size = _read_number(payload, place)
+        return EARLY
+    size = read_number(payload, place)
     if not count <= size <= count + elements.size // 255:
-        return _GAPS
+        return GAPS
     gaps, rest = scratch[:size], scratch[size:]
     place = read_stream(payload, place + 4, gaps, rest, zstd)
     if place < 0:
@@ -349,80 +349,5 @@ def apply_changes(
     differences = np.empty(count, elements.dtype)
     place = read_differences(payload, place, differences, rest, zstd)
     if place >= 0 and apply_sparse(elements, gaps, differences, inverse):
-        return _OUTSIDE
+        return OUTSIDE
     return place
-
-
-class StreamReader:
-    """Reads streams one after another out of one chunk's payload: ``begin``, any of the others, ``finish``, ``drop``.
-
-    Every length is checked before use. What reads raises ``DamagedChunk``. Not for several threads at once.
-    """
-
-    __slots__ = ("_decompressor", "_payload", "_place", "_scratch", "_zstd")
-
-    def __init__(self) -> None:
-        self._decompressor = Decompressor()
-        self._zstd = self._decompressor.handle
-        self._payload = self._scratch = np.empty(0, np.uint8)
-        self._place = 0
-
-    def begin(self, payload: memoryview) -> None:
-        """Start to read another payload."""
-        # Read-only: numba compiles a kernel anew for each mix of writable and read-only inputs.
-        self._payload = np.frombuffer(payload, np.uint8)
-        self._payload.flags.writeable = False
-        self._place = 0
-
-    def _room(self, size: int) -> Bytes:
-        room = reading_scratch(size)
-        if self._scratch.size < room:
-            self._scratch = np.empty(room, np.uint8)
-        return self._scratch
-
-    def _go_on(self, place: int) -> None:
-        if place < 0:
-            raise DamagedChunk(_PROBLEMS[place])
-        self._place = place
-
-    def take(self, size: int) -> bytes:
-        """Return the next ``size`` bytes of the payload."""
-        taken = self._payload[self._place : self._place + size].tobytes()
-        self._go_on(self._place + size if len(taken) == size else _EARLY)
-        return taken
-
-    def next(self, raw_size: int) -> Bytes:
-        """Return the next stream as read-only uint8 of exactly ``raw_size`` bytes."""
-        raw = np.empty(raw_size, np.uint8)
-        self._go_on(read_stream(self._payload, self._place, raw, self._room(raw_size), self._zstd))
-        raw.flags.writeable = False
-        return raw
-
-    def values(self, like: Array) -> Array:
-        """Return values of the type and number of ``like`` from their byte planes, read-only."""
-        values = np.empty_like(like)
-        self._go_on(read_values(self._payload, self._place, values, self._room(values.size), self._zstd))
-        values.flags.writeable = False
-        return values
-
-    def differences(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return ``count`` differences of an unsigned ``dtype``, read-only."""
-        differences = np.empty(count, dtype)
-        self._go_on(read_differences(self._payload, self._place, differences, self._room(count), self._zstd))
-        differences.flags.writeable = False
-        return differences
-
-    def apply_changes(self, elements: Array, count: int, *, inverse: bool) -> None:
-        """Apply a sparse chunk of ``count`` changes to ``elements``, or take it back if ``inverse``."""
-        scratch = self._room(count + elements.size // 255)
-        place = apply_changes(self._payload, self._place, elements, count, inverse, scratch, self._zstd)
-        self._go_on(place)
-
-    def finish(self) -> None:
-        """Raise if payload is left over."""
-        if self._place != self._payload.size:
-            raise DamagedChunk(_PROBLEMS[_LEFT_OVER])
-
-    def drop(self) -> None:
-        """Let go of the payload."""
-        self._payload = self._payload[:0].copy()

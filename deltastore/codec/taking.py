@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from .chunk import ChunkDecoder, ChunkEncoder
+from .applying import ChunkDecoder
+from .chunk import ChunkEncoder
 from .encoding import Encoding
 from .kernels import BLOCK, list_lanes
-from .lanes import LANES, changed_lanes, jit
+from .lanes import LANES, changed_lanes, jit, jit_inline
 from .libraries import hash_address, pointer, write_digest
 from .streams import changes_room, write_changes
 
@@ -72,7 +72,7 @@ def _take_changes(old: Array, new: Array, limit: int, positions: Array, differen
     return found
 
 
-@numba.njit(nogil=True, inline="always")
+@jit_inline
 def _take_listed(old: Array, new: Array, positions: Array, found: int, listed: int, differences: Array) -> int:
     """Take the elements listed from ``found`` on; one that changed back since it was listed is left out."""
     for j in range(found, listed):

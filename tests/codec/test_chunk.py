@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from reference import APART, DENSE, FULL, RAW, SPARSE, ZERO, ZSTD
 
 from deltastore.codec import LEVELS, DamagedChunk, Encoding
-from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder
+from deltastore.codec.applying import ChunkDecoder
+from deltastore.codec.chunk import ChunkEncoder
 from deltastore.errors import UsageError
 
 WIDTHS = (1, 2, 4, 8)
@@ -474,9 +475,9 @@ def test_bytes_that_look_random_are_compressed_where_they_repeat(period: int | N
 def test_what_was_warmed_up_compiles_nothing_more_for_real_chunks() -> None:
     code = (
         "import numpy as np\n"
-        "from deltastore.codec import chunk, kernels, libraries, streams, taking\n"
+        "from deltastore.codec import applying, chunk, kernels, libraries, streams, taking\n"
         "def compiled():\n"
-        "    modules = (kernels, libraries, streams, taking)\n"
+        "    modules = (applying, kernels, libraries, streams, taking)\n"
         "    found = [value for module in modules for value in vars(module).values() if hasattr(value, 'signatures')]\n"
         "    return sum(len(kernel.signatures) for kernel in found)\n"
         "def change(width, share):\n"
@@ -487,13 +488,13 @@ def test_what_was_warmed_up_compiles_nothing_more_for_real_chunks() -> None:
         "    return old, new\n"
         "widths = (1, 2, 4, 8)\n"
         "cases = [(width, *change(width, share)) for width in widths for share in (0.01, 1)]\n"
-        "chunk.warm_up_decoding(widths)\n"
+        "applying.warm_up_applying(widths)\n"
         "encoder = chunk.ChunkEncoder()\n"
         "changes = [(width, old, encoder.change(old, new, width=width)) for width, old, new in cases]\n"
         "before = compiled()\n"
         "for width, old, found in changes:\n"
         "    payload = memoryview(found.payload)\n"
-        "    chunk.ChunkDecoder().apply(old.copy(), found.encoding, found.changed, payload, width=width)\n"
+        "    applying.ChunkDecoder().apply(old.copy(), found.encoding, found.changed, payload, width=width)\n"
         "print(compiled() - before)\n"
         "chunk.warm_up(widths)\n"
         "before = compiled()\n"

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from reference import CONTEXTUAL, RAW, ZSTD
 
 from deltastore.codec import DamagedChunk, Encoding
-from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder
+from deltastore.codec.applying import ChunkDecoder
+from deltastore.codec.chunk import ChunkEncoder
 from deltastore.codec.context import encode_contextual
 from deltastore.codec.streams import StreamWriter
 

@@ -8,8 +8,10 @@ import reference
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deltastore.codec import DamagedChunk, Encoding, streams
-from deltastore.codec.streams import StreamReader, StreamWriter
+from deltastore.codec import Encoding, streams
+from deltastore.codec.libraries import Decompressor
+from deltastore.codec.problems import EARLY
+from deltastore.codec.streams import StreamWriter
 
 WIDTHS = (1, 2, 4, 8)
 GUARD = 0xA5
@@ -77,11 +79,8 @@ def test_changes_take_no_more_room_than_they_are_said_to_and_lead_back(
         found, found_buffer = guarded(start.size)
         found[:] = start
         room, room_buffer = guarded(streams.reading_scratch(count + elements // 255))
-        reader = StreamReader()
-        frozen = payload.view()
-        frozen.flags.writeable = False
-        values = found.view(f"<u{width}")
-        assert streams.apply_changes(frozen, 0, values, count, inverse, room, reader._zstd) == end
+        values, zstd = found.view(f"<u{width}"), Decompressor()
+        assert streams.apply_changes(payload, 0, values, count, inverse, room, zstd.handle) == end
         assert found.tobytes() == wanted.tobytes()
         assert guards_hold(found_buffer)
         assert guards_hold(room_buffer)
@@ -89,11 +88,11 @@ def test_changes_take_no_more_room_than_they_are_said_to_and_lead_back(
 
 @given(st.sampled_from(WIDTHS), st.binary(max_size=400), st.integers(1, 60), st.booleans())
 def test_any_payload_is_read_within_its_bounds(width: int, payload: bytes, count: int, inverse: bool) -> None:
-    frozen = np.frombuffer(payload, np.uint8)
+    given_bytes = np.frombuffer(payload, np.uint8).copy()
     out, out_buffer = guarded(300 * width)
     room, room_buffer = guarded(streams.reading_scratch(count + 300 // 255))
-    reader = StreamReader()
-    streams.apply_changes(frozen, 0, out.view(f"<u{width}"), count, inverse, room, reader._zstd)
+    zstd = Decompressor()
+    streams.apply_changes(given_bytes, 0, out.view(f"<u{width}"), count, inverse, room, zstd.handle)
     assert guards_hold(out_buffer)
     assert guards_hold(room_buffer)
 
@@ -103,37 +102,26 @@ def test_streams_are_read_as_they_were_written_one_behind_the_other(wanted: list
     rng = np.random.default_rng(seed)
     raws = [differences_of(kind, size, 1, rng) * (rng.random(size) < rng.random()) for kind, size in wanted]
     raws = [raw.astype(np.uint8) for raw in raws]
-    writer, reader = StreamWriter(), StreamReader()
+    writer, zstd = StreamWriter(), Decompressor()
     for _ in range(2):  # what the first round left behind must not matter
         writer.begin()
         writer.put(b"head")
         for raw in raws:
             writer.append(raw)
             writer.append(raw, runs=True)
-        payload = writer.finish()
-        reader.begin(memoryview(payload))
-        assert reader.take(4) == b"head"
+        payload = np.frombuffer(writer.finish(), np.uint8).copy()
+        assert payload[:4].tobytes() == b"head"
+        place = 4
         for raw in raws:
-            assert reader.next(raw.size).tobytes() == raw.tobytes()
-            assert reader.next(raw.size).tobytes() == raw.tobytes()
-        reader.finish()
+            for _ in range(2):
+                found, scratch = np.empty(raw.size, np.uint8), np.empty(streams.reading_scratch(raw.size), np.uint8)
+                place = streams.read_stream(payload, place, found, scratch, zstd.handle)
+                assert found.tobytes() == raw.tobytes()
+        assert place == payload.size
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x00", b"\x01\x05\x00\x00\x00abcd"])
 def test_what_ends_too_early_is_told(payload: bytes) -> None:
-    reader = StreamReader()
-    reader.begin(memoryview(payload))
-    with pytest.raises(DamagedChunk, match="too early"):
-        reader.next(5)
-    with pytest.raises(DamagedChunk, match="too early"):
-        reader.take(len(payload) + 1)
-
-
-def test_a_reader_lets_go_of_what_it_read() -> None:
-    payload = bytearray(b"\x01\x02\x00\x00\x00ab")
-    reader = StreamReader()
-    reader.begin(memoryview(payload))
-    with pytest.raises(BufferError):
-        payload.clear()
-    reader.drop()
-    payload.clear()
+    found, scratch, zstd = np.empty(5, np.uint8), np.empty(streams.reading_scratch(5), np.uint8), Decompressor()
+    cut = np.frombuffer(payload, np.uint8).copy()
+    assert streams.read_stream(cut, 0, found, scratch, zstd.handle) == EARLY

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from deltastore.codec import LEVELS, Encoding
-from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder
+from deltastore.codec.applying import ChunkDecoder
+from deltastore.codec.chunk import ChunkEncoder
 from deltastore.codec.streams import StreamWriter
 from deltastore.codec.taking import Spans, Taken, TakingEncoder, give_back
 

@@ -12,7 +12,8 @@ import zstandard
 from reference import APART, CONTEXTUAL, DENSE, FULL, RAW, SPARSE, ZSTD
 
 from deltastore.codec import DamagedChunk, Encoding
-from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder
+from deltastore.codec.applying import ChunkDecoder
+from deltastore.codec.chunk import ChunkEncoder
 
 if TYPE_CHECKING:
     from .damage import Damage

@@ -10,7 +10,8 @@ import pytest
 import reference
 
 from deltastore.codec import Encoding
-from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder
+from deltastore.codec.applying import ChunkDecoder
+from deltastore.codec.chunk import ChunkEncoder
 from deltastore.digest import hasher
 from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.snapshot import Schema, TensorSpec, snapshot_id, tensor_digests

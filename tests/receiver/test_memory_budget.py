@@ -33,13 +33,13 @@ with Writer(home / "store", base=home / "base", upload_base=False, spool=home) a
 RECEIVE = """
 import sys
 from pathlib import Path
-from deltastore.codec.chunk import warm_up_decoding
+from deltastore.codec.applying import warm_up_applying
 from receiver.daemon import Receiver
 from receiver.options import Options
 from receiver.status import Status
 from tools.bench.probe import peak_of
 home, budget = Path(sys.argv[1]), int(sys.argv[2])
-warm_up_decoding([4])
+warm_up_applying([4])
 checkpoint = home / "model"
 if sys.argv[3] == "mend":  # every chunk has to be had again
     for file in checkpoint.glob("*.safetensors"):

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_128_digest
 
-from deltastore.codec.chunk import ChunkDecoder, ChunkEncoder, warm_up
+from deltastore.codec.applying import ChunkDecoder
+from deltastore.codec.chunk import ChunkEncoder, warm_up
 
 _BYTES = 64 << 20
 _ROUNDS = 7
