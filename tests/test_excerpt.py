@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+from deltastore.digest import hasher
 from deltastore.excerpt import Excerpts
 
 
@@ -27,7 +28,7 @@ class SlowlyCounted(Excerpts):
 
 def test_what_several_threads_fetch_is_all_counted():
     backend = SimpleNamespace(read_range=lambda _key, start, end: bytes(end - start))
-    excerpts = SlowlyCounted(SimpleNamespace(backend=backend), plan=None)
+    excerpts = SlowlyCounted(SimpleNamespace(backend=backend, hash=hasher("xxh3-128")), plan=None)
     part = SimpleNamespace(key="part", size=1000)
     sizes = [number % 17 + 1 for number in range(200)]
     with ThreadPoolExecutor(8) as pool:
