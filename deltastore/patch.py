@@ -88,6 +88,9 @@ def write_each(take: Callable[[TensorSpec, int, Bytes], object]) -> Write:
     return write
 
 
+#: Bytes that are read, built and written at once. Between these steps Python's own memory has left the processor's
+#: caches, so few large spans cost less than many; larger ones do not stay in the last cache from one step to the next.
+_SPAN_BYTES = 2 * CHUNK_BYTES
 _NONE = np.empty(0, np.int64)
 _NO_STEPS = Steps(_NONE, np.empty((0, 3), np.uint32), _NONE, _NONE, np.empty((0, 3), np.int64))
 
@@ -198,7 +201,7 @@ def build(
     def build_batch(batch: Batch) -> tuple[int, Spent]:
         if not hasattr(local, "decoder"):
             local.decoder = ChunkDecoder(batch.patch.hash)
-            local.buffer = aligned_memory(CHUNK_BYTES + ALIGNMENT)
+            local.buffer = aligned_memory(_SPAN_BYTES + ALIGNMENT)
         spent = Spent()
         for span in batch.spans:
             begin = places.phase(span) if places is not None else 0
@@ -337,10 +340,10 @@ class Patch:
         numbers = np.arange(self._window.start, self._window.stop) if everything else np.unique(work.steps.numbers)
         spans: list[ChunkSpan] = []
         nbytes = 0
-        for span in chunk_spans(self._schema, numbers):
+        for span in chunk_spans(self._schema, numbers, nbytes=_SPAN_BYTES):
             spans.append(span)
             nbytes += span.content_bytes
-            if nbytes > shares.size - CHUNK_BYTES:
+            if nbytes > shares.size - _SPAN_BYTES:
                 shares.take(nbytes)
                 yield Batch(self, work, tuple(spans), nbytes)
                 spans, nbytes = [], 0

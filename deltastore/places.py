@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "Stretch"]
 
+#: So few chunks are looked at one by one.
+_FEW = 8
+
 
 class Stretch(NamedTuple):
     """Bytes that lie in one piece both in a file and in a span's buffer.
@@ -60,9 +63,8 @@ class Places:
 
     def stretches(self, span: ChunkSpan) -> Iterator[Stretch]:
         """Yield where the chunks of a span lie: as few stretches as neighbours in the span are neighbours in a file."""
-        if len(span.numbers) == 1:  # a large chunk: without the cost of arrays
-            file, offset = self.tensor(int(span.tensors[0]))
-            yield Stretch(file, offset + int(span.chunks[0]) * CHUNK_BYTES, 0, span.nbytes)
+        if len(span.numbers) <= _FEW:
+            yield from self._few_stretches(span)
             return
         files = self._files[span.tensors]
         offsets = self._offsets[span.tensors] + span.chunks * CHUNK_BYTES
@@ -72,3 +74,19 @@ class Places:
         for first, end in zip(firsts, [*firsts[1:], len(files)], strict=True):
             start, stop = int(span.starts[first]), int(span.stops[end - 1])
             yield Stretch(int(files[first]), int(offsets[first]), start, stop)
+
+    def _few_stretches(self, span: ChunkSpan) -> Iterator[Stretch]:
+        """Do what ``stretches`` does, without the cost of arrays."""
+        last: Stretch | None = None
+        columns = (span.tensors.tolist(), span.chunks.tolist(), span.starts.tolist(), span.stops.tolist())
+        for tensor, chunk, start, stop in zip(*columns, strict=True):
+            file, offset = self.tensor(tensor)
+            offset += chunk * CHUNK_BYTES
+            if last is not None and (file, offset - start, start) == (last.file, last.offset - last.start, last.stop):
+                last = Stretch(file, last.offset, last.start, stop)
+            else:
+                if last is not None:
+                    yield last
+                last = Stretch(file, offset, start, stop)
+        if last is not None:
+            yield last

@@ -321,7 +321,7 @@ def chunk_batches(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSpan:
-    """Chunks in ascending order whose bytes share one buffer of at most ``CHUNK_BYTES``: one large, or many tiny ones.
+    """Chunks in ascending order whose bytes share one buffer: one large or a few, or many tiny ones.
 
     Each field has one int64 a chunk: ``numbers`` in schema order, ``tensors`` in schema order too, ``chunks`` within
     its tensor, and where it begins and ends in the buffer: ``starts``, aligned to the element width, and ``stops``.
@@ -351,8 +351,8 @@ class ChunkSpan:
             yield self.schema.tensors[tensor], chunk, start, stop
 
 
-def chunk_spans(schema: Schema, numbers: Numbers) -> Iterator[ChunkSpan]:
-    """Cut chunks, int64 numbers in ascending order, into spans, as few as hold them all."""
+def chunk_spans(schema: Schema, numbers: Numbers, *, nbytes: int = CHUNK_BYTES) -> Iterator[ChunkSpan]:
+    """Cut chunks, int64 numbers in ascending order, into spans of up to ``nbytes``, as few as hold them all."""
     for first in range(0, len(numbers), _SPAN_CHUNKS):
         block = numbers[first : first + _SPAN_CHUNKS]
         tensors = np.searchsorted(schema.first_chunk, block, side="right") - 1
@@ -365,7 +365,7 @@ def chunk_spans(schema: Schema, numbers: Numbers) -> Iterator[ChunkSpan]:
         bounds = ends.tolist()
         low = 0
         while low < len(block):
-            high = bisect_right(bounds, bounds[low] + CHUNK_BYTES) - 1
+            high = bisect_right(bounds, bounds[low] + nbytes) - 1
             chosen = slice(low, high)
             starts = ends[chosen] - bounds[low]
             yield ChunkSpan(schema, block[chosen], tensors[chosen], chunks[chosen], starts, starts + sizes[chosen])

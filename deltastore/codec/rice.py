@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .lanes import BYTES, count_bits, equal_bytes, jit, jit_step, lowest_bit
+from .lanes import BYTES, count_bits, equal_bytes, jit, jit_inline, jit_step, lowest_bit
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -304,6 +304,17 @@ def _change_others(
     state[:] = (rank, event, due, following)
 
 
+@jit_inline
+def _list_active(starts: Array, inverted: Array) -> Array:
+    """Return the classes that have changed elements, large exponents first: they are the common ones."""
+    active = np.empty(256, np.int64)
+    found = 0
+    for c in range(255, -1, -1):
+        active[found] = c
+        found += inverted[c] or starts[c] < starts[c + 1]
+    return active[:found]
+
+
 @jit
 def apply_ranked(
     out: Array,
@@ -327,6 +338,7 @@ def apply_ranked(
     sign = np.uint16(65535) if inverse else np.uint16(1)
     # Of each class: its elements before the block, its next event and that one's rank, and its next difference.
     states = np.zeros((256, 4), np.int64)
+    active = _list_active(starts, inverted)
     for c in range(256):
         due = gaps[starts[c]] if starts[c] < starts[c + 1] else NEVER
         states[c] = (0, starts[c], due, first_difference[c])
@@ -339,7 +351,7 @@ def apply_ranked(
             classes[crossings[crossing] - start] = crossing_classes[crossing]
             crossing += 1
         seen = 0
-        for c in range(255, -1, -1):  # large exponents first: they are the common ones
+        for c in active:
             before = states[c, 0]
             if inverted[c]:
                 mine = differences[: first_difference[c + 1]]
