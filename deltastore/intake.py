@@ -11,7 +11,7 @@ import numpy as np
 
 from .codec import Encoding
 from .errors import PublishError
-from .memory import ALIGNMENT
+from .memory import ALIGNMENT, address_of
 from .shadow import Tiny
 from .shares import Shares
 from .snapshot import CHUNK_BYTES
@@ -66,7 +66,7 @@ class _Batch:
         """Take a tiny tensor's bytes: it may change from now on."""
         if self.tiny is None:
             self.tiny = Tiny([], [], np.empty(_TINY_BYTES, np.uint8))
-            self._address = self.tiny.data.ctypes.data
+            self._address = address_of(self.tiny.data)
         start = self._end
         self._end = start + -(-size // ALIGNMENT) * ALIGNMENT
         if type(content) is HostBytes:

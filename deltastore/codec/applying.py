@@ -17,7 +17,7 @@ from deltastore.memory import address_of
 
 from .context import apply_contextual, contextual_scratch
 from .encoding import DamagedChunk, Encoding
-from .kernels import add_zigzag
+from .kernels import ELEMENTS, add_zigzag
 from .lanes import jit, jit_inline
 from .libraries import CLOCK, Decompressor, hash_address, pointer, read_clock, write_digest
 from .problems import BACKWARDS, CHANGES, ENCODING, LEFT_OVER, PROBLEMS, WIDTH
@@ -47,7 +47,7 @@ _CONTEXTUAL_WIDTH = 2
 _ONE_GAP = (1).to_bytes(4, "little")
 _FIRST = np.zeros(1, np.int64)
 _NO_DIGESTS = np.empty((0, _XXH3_BYTES), np.uint8)
-_KINDS = {width: np.empty(0, f"<u{width}") for width in (1, 2, 4, 8)}
+_KINDS = {width: np.empty(0, kind) for width, kind in ELEMENTS.items()}
 
 
 class Chunks(NamedTuple):

@@ -15,6 +15,7 @@ from deltastore.errors import UsageError
 from . import kernels
 from .context import encode_contextual
 from .encoding import LEVELS, EncodedChunk, Encoding
+from .kernels import ELEMENTS
 from .streams import StreamWriter
 
 if TYPE_CHECKING:
@@ -27,18 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["ChunkEncoder", "warm_up"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
-_SPARSE_SHARE = 4
+SPARSE_SHARE = 4
 #: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
 _CONTEXTUAL_FROM = 256
 _CONTEXTUAL_SHARE = 2
 #: More elements than any chunk has.
 _ANY = 1 << 31
-_ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 def _elements(data: Bytes, width: int) -> Array:
     # Read-only views everywhere: numba compiles a kernel anew for each mix of writable and read-only inputs.
-    view: Array = data.view(_ELEMENT[width])
+    view: Array = data.view(ELEMENTS[width])
     view.flags.writeable = False
     return view
 
@@ -103,12 +103,12 @@ class ChunkEncoder:
             changed = self._find(old_elements, kept, hasty=False)
         elif not self._are_few(changed, size, width):
             return self._many(old_elements, kept, *kernels.count_many(old_elements, kept))
-        differences = self._differences[: changed * width].view(_ELEMENT[width])
+        differences = self._differences[: changed * width].view(ELEMENTS[width])
         return self._few(old_elements, self._positions[:changed], differences)
 
     def _find(self, old: Array, new: Array, *, hasty: bool) -> int:
         contextual = self._contextual and new.itemsize == 2
-        limit = new.size // (_CONTEXTUAL_SHARE if contextual else _SPARSE_SHARE)
+        limit = new.size // (_CONTEXTUAL_SHARE if contextual else SPARSE_SHARE)
         positions, differences = self._take_lists(limit, new.size, new.dtype)
         found: int = kernels.find_changes(old, new, self.kept.view(new.dtype), limit, positions, differences, hasty)
         return found
@@ -131,7 +131,7 @@ class ChunkEncoder:
         return enough and changed * _CONTEXTUAL_SHARE <= elements
 
     def _are_few(self, changed: int, elements: int, width: int) -> bool:
-        return changed * _SPARSE_SHARE <= elements or self._suit_contexts(changed, elements, width)
+        return changed * SPARSE_SHARE <= elements or self._suit_contexts(changed, elements, width)
 
     def _few(self, old: Array, positions: Positions, differences: Array) -> EncodedChunk:
         """Encode the change of a few elements, at least one, at known positions."""

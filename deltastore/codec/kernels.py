@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK",
+    "ELEMENTS",
     "add_zigzag",
     "apply_sparse",
     "count_flags",
@@ -59,6 +60,8 @@ __all__ = [
     "zigzag_planes",
 ]
 
+#: What elements of so many bytes are for kernels.
+ELEMENTS: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 #: Elements that kernels of several steps take at a time, so that what one step wrote is still near for the next.
 BLOCK = 1024
 #: Elements counted at a time, in lanes as narrow as they are: no byte overflows.

@@ -13,9 +13,9 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from .applying import ChunkDecoder
-from .chunk import ChunkEncoder
+from .chunk import SPARSE_SHARE, ChunkEncoder
 from .encoding import Encoding
-from .kernels import BLOCK, list_lanes
+from .kernels import BLOCK, ELEMENTS, list_lanes
 from .lanes import LANES, changed_lanes, jit, jit_inline
 from .libraries import hash_address, pointer, write_digest
 from .streams import changes_room, write_changes
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Spans", "Taken", "TakingEncoder", "give_back", "warm_up_taking"]
 
-#: Above a quarter of the elements a change is not sparse.
-_SPARSE_SHARE = 4
 #: What is encoded in one call waits in at least so many bytes of memory.
 _OUT_BYTES = 2 << 20
-_ELEMENT: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 @jit
@@ -118,7 +115,7 @@ def _take_spans(
         begin, size = spans[span, 0], spans[span, 2]
         before = old[begin : begin + size]
         after = carray(pointer(spans[span, 1]), (size,), old.dtype)
-        limit = min(size // _SPARSE_SHARE, most)
+        limit = min(size // SPARSE_SHARE, most)
         if out.size - end < changes_room(limit, size, old.itemsize)[0]:
             return span
         found = _take_changes(before, after, limit, positions, differences)
@@ -177,12 +174,12 @@ class TakingEncoder(ChunkEncoder):
 
         Some spans at a time. Whoever cannot use what was yielded must ``give_back`` it.
         """
-        kind, count = _ELEMENT[spans.width], len(spans.table)
+        kind, count = ELEMENTS[spans.width], len(spans.table)
         old = spans.old.view(kind)
         table = spans.table // (spans.width, 1, spans.width)
         largest = int(table[:, 2].max(initial=0))
         most = self._most_plain(spans.width)
-        limit = min(largest // _SPARSE_SHARE, most)
+        limit = min(largest // SPARSE_SHARE, most)
         lists = self._take_lists(limit, largest, kind)
         stored, scratch = changes_room(limit, largest, spans.width)
         self._streams.begin()

@@ -142,7 +142,7 @@ class _Uplink(SlowBackend):
 
 def _overlap(settings: Settings) -> list[Row]:
     """Publish over no link and over two in turn: one slower, one faster than encoding."""
-    nbytes = settings.model_bytes(512, 32)
+    nbytes = settings.model_bytes(2048, 32)
     pair = repeated(make_pair("bf16", 0.02, min(nbytes, _TILE)), nbytes)
     home = Path(tempfile.mkdtemp(dir=settings.directory))
     link = _Uplink(open_backend(str(home / "store")))
