@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Patch", "Spent", "build", "default_workers", "read_each", "run_in_order", "seal", "write_each"]
 
+#: Bytes that are read, built and written at once. Between these steps Python's own memory has left the processor's
+#: caches, so few large spans cost less than many; larger ones do not stay in the last cache from one step to the next.
+_SPAN_BYTES = 2 * CHUNK_BYTES
+_NONE = np.empty(0, np.int64)
+_NO_STEPS = Steps(_NONE, np.empty((0, 3), np.uint32), _NONE, _NONE, np.empty((0, 3), np.int64))
+
 
 def default_workers() -> int:
     """Return how many threads work on chunks unless told otherwise: one for each core this process may use."""
@@ -86,13 +92,6 @@ def write_each(take: Callable[[TensorSpec, int, Bytes], object]) -> Write:
             take(spec, number, data[start:stop])
 
     return write
-
-
-#: Bytes that are read, built and written at once. Between these steps Python's own memory has left the processor's
-#: caches, so few large spans cost less than many; larger ones do not stay in the last cache from one step to the next.
-_SPAN_BYTES = 2 * CHUNK_BYTES
-_NONE = np.empty(0, np.int64)
-_NO_STEPS = Steps(_NONE, np.empty((0, 3), np.uint32), _NONE, _NONE, np.empty((0, 3), np.int64))
 
 
 class _Work:
@@ -360,7 +359,7 @@ class Patch:
         steps = work.of(span)
         wrong = decoder.build(out, self._chunks(span), steps, self.after, spent.counts)
         if wrong is not None:
-            self._blame(span, wrong, work, steps, read, decoder)
+            self._blame(span, wrong, work, steps, read)
 
     def has(self, span: ChunkSpan, data: Bytes, decoder: ChunkDecoder, spent: Spent) -> bool:
         """Tell whether ``data`` are the new bytes of a span's chunks."""
@@ -369,20 +368,14 @@ class Patch:
     def _chunks(self, span: ChunkSpan) -> Chunks:
         return Chunks(span.numbers, span.starts, span.stops, self._schema.widths[span.tensors])
 
-    def _blame(
-        self, span: ChunkSpan, wrong: Wrong, work: _Work, steps: Steps, read: Read, decoder: ChunkDecoder
-    ) -> NoReturn:
+    def _blame(self, span: ChunkSpan, wrong: Wrong, work: _Work, steps: Steps, read: Read) -> NoReturn:
         """Say whose fault a wrong chunk is: the local copy's, or a part's."""
         name, number = self._schema.tensors[span.tensors[wrong.chunk]].name, int(span.chunks[wrong.chunk])
-        if wrong.step is not None:
-            part = work.part(steps, wrong.step)
-            message = f"{part.key} has a damaged chunk {number} of {name!r}: {wrong.problem}."
-            raise CorruptObject(message, key=part.key)
         if self._before is not None:
             old = np.empty(span.nbytes, np.uint8)
             read(span, old)
-            chunk = Chunks(*(column[wrong.chunk :][:1] for column in self._chunks(span)))
-            if decoder.build(old, chunk, _NO_STEPS, self._before, Spent().counts) is not None:
+            digest = self.hash.digest(old[span.starts[wrong.chunk] : span.stops[wrong.chunk]].data)
+            if digest != self._before[span.numbers[wrong.chunk]].tobytes():
                 raise BaseMismatch(
                     f"Chunk {number} of {name!r} in the local checkpoint changed on disk.",
                     tensors=(name,),
@@ -390,7 +383,10 @@ class Patch:
                     hint="Fetch the checkpoint anew: remove it and start the receiver again.",
                 )
         touching = np.flatnonzero(steps.numbers == span.numbers[wrong.chunk])
-        key = work.part(steps, int(touching[-1])).key if touching.size else None
+        step = wrong.step if wrong.step is not None else int(touching[-1]) if touching.size else None
+        key = work.part(steps, step).key if step is not None else None
+        if wrong.step is not None:
+            raise CorruptObject(f"{key} has a damaged chunk {number} of {name!r}: {wrong.problem}.", key=key)
         raise CorruptObject(
             f"{key} leads to wrong bytes in chunk {number} of {name!r}.",
             key=key,

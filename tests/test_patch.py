@@ -440,6 +440,28 @@ def test_a_wrong_local_byte_in_an_untouched_chunk_is_found_when_everything_is_co
     assert ("big", 1) not in target.written
 
 
+def test_a_wrong_local_chunk_that_no_longer_fits_its_step_is_a_base_mismatch_too() -> None:
+    start, size = CHUNK_BYTES, SCHEMA["big"].nbytes
+    old = ZERO["big"][start:]
+    new = (np.frombuffer(old, "<u2") + np.arange(40, dtype="<u2") % 2).tobytes()
+    count, payload = reference.encode_contextual(old, new, set(), 3)
+    encoded = EncodedChunk(Encoding.CONTEXTUAL, count, payload)
+    rows = [ChunkRow(BIG, 1, encoded, XXH3.digest(old), XXH3.digest(new))]
+    after = {**ZERO, "big": ZERO["big"][:start] + new}
+    for wrong, error in ((0, None), (0x7F, BaseMismatch)):
+        patch = patch_from(ZERO)
+        patch.add_delta([part_of(rows)])
+        patch.seal(id_of(after))
+        local = bytes(byte ^ wrong if place % 2 else byte for place, byte in enumerate(ZERO["big"][start:size]))
+        target = Target({**ZERO, "big": ZERO["big"][:start] + local})
+        if error is None:
+            assert target.run(patch) == after
+            continue
+        with pytest.raises(error, match="Chunk 1 of 'big'"):
+            target.run(patch)
+        assert target.written == {}
+
+
 def test_a_full_chunk_mends_a_wrong_local_chunk() -> None:
     patch = patch_from(ZERO)
     patch.add_delta([part_of(rows_between(ZERO, ONE, FULL))])
