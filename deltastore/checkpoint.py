@@ -133,18 +133,21 @@ class Checkpoint:
         with a signal. Raises ``BaseMismatch`` then.
         """
         for file, offset, start, stop in self.places.stretches(span):
-            self._read(file, offset, out[start:stop], tensor=int(span.tensors[0]))
+            found, why = self._read(file, offset, out[start:stop])
+            if found != stop - start:
+                missing = span.stops.searchsorted(start + found, side="right")  # whose bytes are the first ones missing
+                raise self._unreadable(file, int(span.tensors[missing]), why)
 
-    def _read(self, file: int, offset: int, out: Bytes, *, tensor: int) -> None:
-        opened = self._files[file]
-        why = "it was cut"
+    def _read(self, file: int, offset: int, out: Bytes) -> tuple[int, str]:
+        """Read bytes of a file; returns how many there were, and why not more."""
         try:
-            if os.preadv(opened.descriptor, [out.data], offset) == out.size:
-                return
+            return os.preadv(self._files[file].descriptor, [out.data], offset), "it was cut"
         except OSError as error:
-            why = str(error.strerror)
-        name = self.schema.tensors[tensor].name
-        raise BaseMismatch(f"{name!r} cannot be read from {opened.path}: {why}.", tensors=(name,), key=name)
+            return 0, str(error.strerror)
+
+    def _unreadable(self, file: int, tensor: int, why: str) -> BaseMismatch:
+        name, path = self.schema.tensors[tensor].name, self._files[file].path
+        return BaseMismatch(f"{name!r} cannot be read from {path}: {why}.", tensors=(name,), key=name)
 
     def digests(
         self, hash_function: Hasher, *, workers: int = 1, progress: Callable[[int], object] | None = None
@@ -166,7 +169,9 @@ class Checkpoint:
                 for chunk in range(run.first, run.end):
                     start, stop = run.spec.chunk_range(chunk)
                     data = local.buffer[: stop - start]
-                    self._read(file, offset + start, data, tensor=position)
+                    found, why = self._read(file, offset + start, data)
+                    if found != data.size:
+                        raise self._unreadable(file, position, why)
                     digest = hash_function.digest(data)
                     table[run.number + chunk - run.first] = np.frombuffer(digest, np.uint8)
             if progress is not None:

@@ -452,6 +452,25 @@ def test_a_file_that_was_cut_after_it_was_opened_is_an_error_and_no_signal(tmp_p
         checkpoint.digests(XXH3, workers=2)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_of_several_tensors_read_at_once_the_one_that_is_missing_is_named(
+    tmp_path: Path, name: str, shards: int
+) -> None:
+    tensors: Tensors = {each: ("U8", (1000,), bytes(1000)) for each in "abc"}
+    if shards == 1:  # one stretch, of which the first bytes are there
+        save_whole(tmp_path, tensors)
+    else:
+        save_shards(tmp_path, tensors, shards)
+    checkpoint = open_checkpoint(tmp_path)
+    file, start = checkpoint.places.tensor(checkpoint.schema.position(name))
+    os.truncate(tmp_path / checkpoint.layout.files[file].name, start + 500)
+    (span,) = chunk_spans(checkpoint.schema, np.arange(checkpoint.schema.chunks))
+    with pytest.raises(BaseMismatch, match="it was cut") as caught:
+        checkpoint.read(span, np.empty(span.nbytes, np.uint8))
+    assert caught.value.tensors == (name,)
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_whole(tmp_path, SMALL)
     checkpoint = open_checkpoint(tmp_path)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["ChunkDecoder", "Chunks", "Steps", "Wrong", "warm_up_applying"]
 
 _SPARSE, _DENSE, _FULL, _CONTEXTUAL = map(int, (Encoding.SPARSE, Encoding.DENSE, Encoding.FULL, Encoding.CONTEXTUAL))
-#: What a chunk has that was built without a fault, and one whose digest is another one.
+#: What kernels answer besides problems: all is well; a chunk has another digest; a step is contextual.
 _NOTHING, _DIGEST, _IN_CONTEXT = 0, 1, 2
 #: The columns of what was spent.
 _DECODE_NS, _DECODED_BYTES, _VERIFY_NS, _VERIFIED_BYTES = range(4)
@@ -45,6 +45,7 @@ _XXH3_BYTES = 16
 _CONTEXTUAL_WIDTH = 2
 #: The length of a gap stream of one byte.
 _ONE_GAP = (1).to_bytes(4, "little")
+#: The number of an only chunk, and where it begins.
 _FIRST = np.zeros(1, np.int64)
 _NO_DIGESTS = np.empty((0, _XXH3_BYTES), np.uint8)
 _KINDS = {width: np.empty(0, kind) for width, kind in ELEMENTS.items()}
@@ -201,7 +202,8 @@ class ChunkDecoder:
     ) -> None:
         """Turn the old bytes of a chunk in ``out`` (writable uint8) into the new ones, in place; back if ``inverse``.
 
-        Raises ``DamagedChunk`` when the payload breaks the format or does not fit; ``out`` is then undefined.
+        ``encoding`` and ``changed`` are as a part has them: uint8 and uint32. Raises ``DamagedChunk`` when the payload
+        breaks the format or does not fit; ``out`` is then undefined.
         """
         data = np.frombuffer(payload, np.uint8)
         words = np.array([[0, encoding, changed]], np.uint32)

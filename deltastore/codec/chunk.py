@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Positions = np.ndarray[Any, np.dtype[np.int32]]
 
-__all__ = ["ChunkEncoder", "warm_up"]
+__all__ = ["SPARSE_SHARE", "ChunkEncoder", "warm_up"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
 SPARSE_SHARE = 4

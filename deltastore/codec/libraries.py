@@ -1,4 +1,4 @@
-"""What kernels reach by address: zstd's and xxh3's functions, and memory, without the interpreter between two of them.
+"""What kernels reach by address, without the interpreter: functions of zstd and xxh3, a clock, and memory.
 
 A thread that asks for the interpreter a few times a chunk waits for those of the other threads. So a kernel compresses
 and hashes by itself: it gets a function's address and its context as numbers, and calls it (an intrinsic: a function
