@@ -3,7 +3,8 @@
     objects/xx/<hash of the key>            the object's bytes, and 32 bytes that seal them
     objects/xx/<hash of the key>.<random>   one on its way in, locked by whoever writes it
     locks/xxx                               who fetches; one file for many keys, never removed
-    usage                                   an upper bound of the bytes in all objects, locked while it changes
+    usage                                   an upper bound of the bytes in all objects; whoever holds its lock may
+                                            count, or add a name
 
 No lock is needed for what is read to be right: a copy gets its name by rename, is hashed whenever it is read, and
 dropped when it is not what was stored. Locks only keep processes from doing the same work twice, and from exceeding
@@ -256,8 +257,10 @@ class CacheDirectory:
         try:
             _write(descriptor, data)
             _write(descriptor, _SEAL.pack(_MAGIC, len(data), seal(key, data)))
-            # Not made durable: what a power loss leaves is hashed like everything else.
-            draft.rename(path)
+            # Whoever counts meanwhile would look for the draft in vain, and have passed by where it is now.
+            with self._usage():
+                # Not made durable: what a power loss leaves is hashed like everything else.
+                draft.rename(path)
         except BaseException:
             with suppress(OSError):
                 draft.unlink()
@@ -268,18 +271,13 @@ class CacheDirectory:
     def _reserve(self, draft: Path, size: int) -> int:
         """Make room and an empty file of the full size in it; returns its descriptor, locked."""
         draft.parent.mkdir(parents=True, exist_ok=True)
-        usage = self._open_lock(self._root / "usage")
-        if usage is None:
-            raise OSError(errno.EACCES, f"{self._root / 'usage'} cannot be opened")
-        try:
-            if not self._wait(lambda: _locks(usage), _USAGE_PATIENCE):
-                raise OSError(errno.EBUSY, "another process holds its lock")
+        with self._usage() as usage:
             used = _read_usage(usage)
             if used is None or used + size > self._max_bytes:
                 used = self._make_room(size)
             _write_usage(usage, used + size)
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            # While ``usage`` is locked: whoever counts next finds it with its lock and at its full size.
+            # Whoever counts next finds it with its lock and at its full size.
             try:
                 _locks(descriptor)
                 os.ftruncate(descriptor, size)
@@ -289,6 +287,17 @@ class CacheDirectory:
                     draft.unlink()
                 raise
             return descriptor
+
+    @contextmanager
+    def _usage(self) -> Iterator[int]:
+        """Lock ``usage``, and give its descriptor; ``OSError`` if it cannot be had in time."""
+        usage = self._open_lock(self._root / "usage")
+        if usage is None:
+            raise OSError(errno.EACCES, f"{self._root / 'usage'} cannot be opened")
+        try:
+            if not self._wait(lambda: _locks(usage), _USAGE_PATIENCE):
+                raise OSError(errno.EBUSY, "another process holds its lock")
+            yield usage
         finally:
             _unlock(usage)
 

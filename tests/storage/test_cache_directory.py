@@ -449,6 +449,31 @@ def test_processes_keep_the_bound_together(tmp_path):
     assert 500_000 < most <= bound
 
 
+def test_a_copy_gets_its_name_while_nobody_counts(tmp_path, monkeypatch):
+    counting = []
+    seen = []
+
+    def write(descriptor, data):
+        if not counting:
+            counting.append((tmp_path / "cache" / "usage").open("a+"))
+            fcntl.flock(counting[0], fcntl.LOCK_EX)
+        os.write(descriptor, data)
+
+    def sleep(_):
+        seen.extend((path.suffix, size_of(path)) for path in files(tmp_path / "cache"))
+        counting[0].close()
+
+    monkeypatch.setattr("deltastore.storage.cache_directory._write", write)
+    cache = CacheDirectory(tmp_path / "cache", max_bytes=LIMIT, sleep=sleep)
+    assert read(cache, 1, Fetch(content(1, 1000))) == content(1, 1000)
+    [(suffix, size)] = seen
+    assert suffix
+    assert size == 1000 + SEAL
+    [copy] = files(tmp_path / "cache")
+    assert not copy.suffix
+    assert read(cache, 1) == content(1, 1000)
+
+
 def size_of(path):
     try:
         return path.stat().st_size
