@@ -5,6 +5,7 @@ Parts are kept until the version's fate is known: in memory up to a fixed budget
 
 from __future__ import annotations
 
+import math
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -29,9 +30,11 @@ __all__ = ["Attempt", "upload_pool"]
 #: table of the most rows and the chunk that filled it.
 _PART_BYTES = 16 << 20
 #: The first parts are closed earlier, and the very first at half of this, so that a small version too is on its way
-#: while it is encoded; each later one may have a quarter of all bytes before it.
+#: while it is encoded; each later one may have a quarter of all bytes before it. The last ones have half of those that
+#: are still expected after them, and this at the least: what remains to be sent when all is encoded is little.
 _FIRST_PART_BYTES = 1 << 20
 _PART_GROWTH = 4
+_PART_DECLINE = 2
 #: From 128 GiB on parts grow with all bytes before them, that one manifest can name all parts of two trillion bytes.
 _MANY_PARTS = 1 << 13
 _LARGEST_PART_BYTES = 40 << 20
@@ -98,13 +101,16 @@ class Attempt:
         self._component, self._schema = component, schema
         self._parts[component] = []
 
-    def add(self, rows: Iterable[ChunkRow]) -> None:
-        """Append encoded chunks of the component; full parts leave for the store at once."""
+    def add(self, rows: Iterable[ChunkRow], *, expected: float = math.inf) -> None:
+        """Append encoded chunks of the component; full parts leave for the store at once.
+
+        ``expected``: about how many encoded bytes will come after these, as far as that is known.
+        """
         self.keep(rows)
         while self._counted < len(self._rows):
             self._payload_bytes += len(self._rows[self._counted].encoded.payload)
             self._counted += 1
-            if self._payload_bytes >= self._part_bytes() or self._counted >= _PART_ROWS:
+            if self._payload_bytes >= self._part_bytes(expected) or self._counted >= _PART_ROWS:
                 self._close_part()
 
     def keep(self, rows: Iterable[ChunkRow]) -> None:
@@ -117,9 +123,10 @@ class Attempt:
             self._close_part()
         return tuple(self._parts[self._component])
 
-    def _part_bytes(self) -> int:
+    def _part_bytes(self, expected: float) -> float:
+        """Return how many payload bytes close the open part."""
         least = _FIRST_PART_BYTES if self._closed_bytes else _FIRST_PART_BYTES // 2
-        usual = min(_PART_BYTES, max(least, self._closed_bytes // _PART_GROWTH))
+        usual = min(_PART_BYTES, max(least, min(self._closed_bytes // _PART_GROWTH, expected // _PART_DECLINE)))
         return max(usual, min(_LARGEST_PART_BYTES, self._closed_bytes // _MANY_PARTS))
 
     def _close_part(self) -> None:

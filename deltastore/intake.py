@@ -13,7 +13,7 @@ from .codec import Encoding
 from .errors import PublishError
 from .memory import ALIGNMENT, address_of
 from .shadow import Tiny
-from .shares import Shares
+from .shares import AHEAD, Shares, encoding_bytes
 from .snapshot import CHUNK_BYTES
 from .tensors import DeviceBytes, HostBytes, is_tied_alias, is_tied_partner
 
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Intake"]
 
-#: Batches have up to about this many bytes, however small the tensors are. What is encoded waits in memory until those
-#: before it are done, so with more threads batches are smaller; but no smaller than this: one thread collects them all.
-_BATCH_BYTES = 16 << 20
-_LEAST_BATCH_BYTES = 8 << 20
-_TOGETHER_BYTES = 64 << 20
-#: Batches that are not collected yet, beyond one a thread.
-_AHEAD = 1
 #: Digests of encoded chunks that wait for their place in the table: many at once take less of the interpreter's time,
 #: which the threads that encode need too.
 _NEW_DIGESTS = 4096
@@ -118,8 +111,11 @@ class Intake:
         self._problems: list[tuple[str, str]] = []
         self._aliases: list[tuple[TensorInput, list[bytes]]] = []
         self._batch = _Batch()
-        self._shares = self._share_out(schema.nbytes)
-        self._running: deque[Future[list[ChunkRow]]] = deque()
+        self._shares = Shares(schema.nbytes, workers=workers, most=encoding_bytes(1.0, workers=workers))
+        #: Encodings, and the bytes of their batches.
+        self._running: deque[tuple[Future[list[ChunkRow]], int]] = deque()
+        self._collected_bytes = 0
+        self._encoded_bytes = 0
 
     def take(self, tensors: Iterable[TensorInput], *, reusable: bool) -> None:
         """Encode tensors. Unless ``reusable``, nothing of one is read any more once the next is asked for."""
@@ -128,7 +124,7 @@ class Intake:
                 if not self._admit(tensor):
                     continue
                 if not reusable:
-                    self._shares = self._share_out(tensor.spec.nbytes)
+                    self._shares = Shares(tensor.spec.nbytes, workers=self._workers, most=self._shares.most)
                 if self._add(tensor) and not reusable:
                     self._drain()
             self._drain()
@@ -136,20 +132,15 @@ class Intake:
             self._stop()
             raise
 
-    def _share_out(self, nbytes: int) -> Shares:
-        """Cut bytes, which threads have to be done with together, into batches."""
-        most = min(_BATCH_BYTES, max(_LEAST_BATCH_BYTES, _TOGETHER_BYTES // self._workers))
-        return Shares(nbytes, workers=self._workers, most=most)
-
     def _stop(self) -> None:
         """Begin no other encoding and wait for those that run: nothing is read any more afterwards."""
-        wait([encoding for encoding in self._running if not encoding.cancel()])
+        wait([encoding for encoding, _ in self._running if not encoding.cancel()])
 
     def leave(self) -> None:
         """Hand the attempt what an interrupted ``take`` encoded last, so that all of it can be taken back."""
         self._stop()
         while self._running:
-            encoded = self._running.popleft()
+            encoded, _ = self._running.popleft()
             if not encoded.cancelled() and encoded.exception() is None:
                 self._attempt.keep(encoded.result())
 
@@ -196,11 +187,11 @@ class Intake:
         if self._batch.nbytes:
             # Known before a thread has it: an interrupt that comes between would leave it running with nobody waiting.
             encoding: Future[list[ChunkRow]] = Future()
-            self._running.append(encoding)
+            self._running.append((encoding, self._batch.nbytes))
             self._pool.submit(_encode, encoding, self._shadow, self._batch)
             self._shares.take(self._batch.nbytes)
             self._batch = _Batch()
-        while len(self._running) > self._workers + _AHEAD:
+        while len(self._running) > self._workers + AHEAD:
             self._collect()
 
     def _drain(self) -> None:
@@ -209,9 +200,16 @@ class Intake:
             self._collect()
 
     def _collect(self) -> None:
-        rows = self._running[0].result()
+        encoding, nbytes = self._running[0]
+        rows = encoding.result()
+        encoded_bytes = sum(len(row.encoded.payload) for row in rows)
+        self._shares.most = encoding_bytes(encoded_bytes / nbytes, workers=self._workers)
+        self._collected_bytes += nbytes
+        self._encoded_bytes += encoded_bytes
+        left = self._schema.nbytes - self._collected_bytes
+        expected = left * self._encoded_bytes / self._collected_bytes
         self._running.popleft()
-        self._attempt.add(rows)
+        self._attempt.add(rows, expected=expected)
         for row in rows:
             self._new_digests.append((row.tensor, row.chunk, row.new_digest))
             self.changed_elements += row.encoded.changed

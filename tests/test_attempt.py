@@ -75,11 +75,27 @@ def test_many_tiny_rows_close_a_part_too(attempt: Attempt, monkeypatch: pytest.M
     attempt.wait_uploaded()
 
 
+def test_parts_get_smaller_towards_the_end(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltastore.attempt, "_FIRST_PART_BYTES", 2000)
+    attempt.begin("model", Schema(TensorSpec(f"t{number:02}", "U8", (4000,)) for number in range(100)))
+    for number in range(100):
+        attempt.add(rows(range(number, number + 1), size=1000), expected=1000 * (99 - number))
+    sizes = [part.chunks for part in attempt.end()]
+    attempt.wait_uploaded()
+    assert sum(sizes) == 100
+    top = sizes.index(max(sizes))
+    assert sizes[:top] == sorted(sizes[:top])
+    assert sizes[top:] == sorted(sizes[top:], reverse=True)
+    assert sizes[0] == 1
+    assert sizes[-1] <= 2
+    assert max(sizes) > 10
+
+
 def test_one_manifest_can_name_the_parts_of_two_trillion_bytes(attempt: Attempt) -> None:
     closed, parts = 0, 0
     while closed < 2 * 10**12:
         attempt._closed_bytes = closed
-        largest = attempt._part_bytes()
+        largest = attempt._part_bytes(2 * 10**12 - closed)
         closed += largest
         parts += 1
     reference = PartRef(

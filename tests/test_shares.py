@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltastore.shares import Shares
+from deltastore.shares import Shares, encoding_bytes
 from deltastore.snapshot import CHUNK_BYTES
 
 
@@ -33,3 +33,12 @@ def test_more_than_was_announced_is_cut_into_chunks() -> None:
     for _ in range(5):
         shares.take(CHUNK_BYTES)
         assert shares.size == CHUNK_BYTES
+
+
+@given(st.integers(1, 64), st.floats(0, 1.1))
+def test_what_waits_is_bounded_whatever_it_comes_to(workers: int, come_to: float) -> None:
+    most = encoding_bytes(come_to, workers=workers)
+    assert 4 << 20 <= most <= 32 << 20
+    if most > 4 << 20:
+        assert (workers + 1) * most * come_to <= 48 << 20
+        assert (workers + 1) * most <= 256 << 20

@@ -26,7 +26,7 @@ from deltastore.part import ChunkRow, PartIdentity, build_part, parse_part
 from deltastore.patch import Patch, build, seal
 from deltastore.replay import in_turn
 from deltastore.shadow import Shadow
-from deltastore.shares import Shares
+from deltastore.shares import Shares, encoding_bytes
 from deltastore.snapshot import snapshot_id
 
 from .pairs import write_checkpoint
@@ -66,9 +66,8 @@ class Files:
         return all(np.array_equal(found.tensor(spec.name), pair.new[spec.name]) for spec in pair.schema)
 
 
-def _shared_out(items: Iterable[tuple[_Item, int]], nbytes: int, threads: int) -> list[list[_Item]]:
-    """Cut items and their bytes, ``nbytes`` together, into what threads are handed at a time."""
-    shares = Shares(nbytes, workers=threads)
+def _shared_out(items: Iterable[tuple[_Item, int]], shares: Shares) -> list[list[_Item]]:
+    """Cut items and their bytes into what threads are handed at a time."""
     cut: list[list[_Item]] = [[]]
     filled = 0
     for item, size in items:
@@ -98,7 +97,15 @@ class Ours:
         self._ways = [(pair.new, self._digests(pair.old)), (pair.old, self._digests(pair.new))]
         self._before = self._ways[0][1]
         self._shadow.digests = self._before
-        self._shares = [self._runs(given, crew.threads) for given, _ in self._ways]
+        self._cut(1.0)
+        self.encode()
+        self.encode()
+        self._cut(self.stored_bytes / pair.nbytes)
+
+    def _cut(self, come_to: float) -> None:
+        """Cut both snapshots as a writer does that expects this of them when they are encoded."""
+        most = encoding_bytes(come_to, workers=self._crew.threads)
+        self._shares = [self._runs(given, most) for given, _ in self._ways]
 
     def _digests(self, content: Any) -> Digests:
         table = np.zeros((self.pair.schema.chunks, self._hash.size), np.uint8)
@@ -109,7 +116,7 @@ class Ours:
                 table[number] = np.frombuffer(self._hash.digest(np.ascontiguousarray(piece)), np.uint8)
         return table
 
-    def _runs(self, content: Any, threads: int) -> list[list[Run]]:
+    def _runs(self, content: Any, most: int) -> list[list[Run]]:
         """Return what threads are handed at a time: consecutive chunks of a tensor together."""
         schema = self.pair.schema
         sizes = [
@@ -119,7 +126,7 @@ class Ours:
             for start, stop in [spec.chunk_range(chunk)]
         ]
         shares = []
-        for share in _shared_out(sizes, self.pair.nbytes, threads):
+        for share in _shared_out(sizes, Shares(self.pair.nbytes, workers=self._crew.threads, most=most)):
             runs: list[Run] = []
             for position, chunks in groupby(share, key=itemgetter(0)):
                 numbers = [chunk for _, chunk in chunks]
@@ -186,7 +193,9 @@ class Yardstick:
         self.pair = pair
         self.threads = crew.threads
         self._crew = crew
-        self._shares = _shared_out([(spec, spec.nbytes) for spec in pair.schema], pair.nbytes, crew.threads)
+        self._shares = _shared_out(
+            [(spec, spec.nbytes) for spec in pair.schema], Shares(pair.nbytes, workers=crew.threads)
+        )
         self._local = threading.local()
         self._deltas: list[XorDelta] = []
         self._old_checksums: list[str] = []
