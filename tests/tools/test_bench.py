@@ -14,6 +14,7 @@ SECTIONS = {
         "codec": {
             *("case", "source", "threads", "bytes", "changed"),
             *("yardstick_encode_gbps", "yardstick_apply_gbps", "yardstick_stored"),
+            *("limit_encode_gbps", "limit_apply_gbps"),
             *(f"{level}_{figure}_ratio" for level in ("fast", "max") for figure in ("encode", "stored", "apply")),
             *(f"{level}_{figure}_gbps" for level in ("fast", "max") for figure in ("encode", "apply")),
         },

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from deltastore.codec.taking import warm_up_taking
 
 from .contenders import Files, Ours, Yardstick
 from .crew import Crew
-from .limits import limits, limits_section
+from .limits import Machine, limits_section
 from .pairs import repeated
 from .report import Column, Report, Section, Target, percent, rate, ratio, text
 from .synthetic import DENSITIES, KINDS, make_pair, unchanged_pair
@@ -23,7 +25,7 @@ from .timing import gigabytes, medians
 from .trained import trained_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .pairs import Pair
     from .report import Row
@@ -34,11 +36,14 @@ __all__ = ["run"]
 LEVELS = ("fast", "max")
 #: Up to this share changed, snapshots are larger: a pass over the usual ones takes a few milliseconds.
 _FEW = 0.02
+#: What bounds all cores together.
+_LIMITS = {"encode": "two_stream_read_all", "apply": "file_copy_all"}
 
 _COLUMNS = (
     Column("data", "case", text),
     Column("threads", "threads", text),
     Column("changed", "changed", percent),
+    Column("limit", "limit_encode_gbps", rate),
     Column("xor GB/s", "yardstick_encode_gbps", rate),
     Column("fast GB/s", "fast_encode_gbps", rate),
     Column("fast", "fast_encode_ratio", ratio),
@@ -46,6 +51,7 @@ _COLUMNS = (
     Column("xor stored", "yardstick_stored", percent),
     Column("fast", "fast_stored_ratio", ratio),
     Column("max", "max_stored_ratio", ratio),
+    Column("limit", "limit_apply_gbps", rate),
     Column("xor apply", "yardstick_apply_gbps", rate),
     Column("fast GB/s", "fast_apply_gbps", rate),
     Column("fast", "fast_apply_ratio", ratio),
@@ -57,8 +63,9 @@ def run(settings: Settings) -> Report:
     """Measure every case at one thread and at all cores."""
     warm_up([1, 2, 4])
     warm_up_taking([1, 2, 4])
-    found = limits(settings)
-    rows = [_measure(pair, threads, settings) for pair in _cases(settings) for threads in settings.threads]
+    with Machine(settings) as machine:
+        found = machine.measure()
+        rows = [row for pair in _cases(settings) for row in _measure(pair, machine, settings)]
     table = Section("codec", "Encode, stored bytes, and apply; ratios are to the yardstick", _COLUMNS, rows)
     kernel = _kernel(settings) / found["two_stream_read"]
     return Report("codec", (limits_section(found), table), tuple(_targets(rows, found, kernel)))
@@ -78,50 +85,52 @@ def _cases(settings: Settings) -> Iterator[Pair]:
             yield repeated(pair, large)
 
 
-def _measure(pair: Pair, threads: int, settings: Settings) -> Row:
-    with Crew(threads) as crew:
-        yardstick = Yardstick(pair, crew)
-        ours = {level: Ours(pair, level, crew) for level in LEVELS}
-        encode = medians(
-            {"yardstick": yardstick.encode, **{level: codec.encode for level, codec in ours.items()}},
-            rounds=settings.rounds,
-        )
-        apply = _apply(pair, yardstick, ours, settings)
-    row: Row = {
-        "case": pair.name,
-        "source": pair.source,
-        "threads": threads,
-        "bytes": pair.nbytes,
-        "changed": pair.changed(),
-        "yardstick_stored": yardstick.stored_bytes / pair.nbytes,
-        "yardstick_encode_gbps": gigabytes(pair.nbytes, encode["yardstick"]),
-        "yardstick_apply_gbps": gigabytes(pair.nbytes, apply["yardstick"]),
-    }
-    for level, codec in ours.items():
-        row |= {
-            f"{level}_encode_gbps": gigabytes(pair.nbytes, encode[level]),
-            f"{level}_encode_ratio": encode["yardstick"] / encode[level],
-            f"{level}_stored": codec.stored_bytes / pair.nbytes,
-            f"{level}_stored_ratio": codec.stored_bytes / yardstick.stored_bytes,
-            f"{level}_apply_gbps": gigabytes(pair.nbytes, apply[level]),
-            f"{level}_apply_ratio": apply["yardstick"] / apply[level],
-        }
-    return row
+def _measure(pair: Pair, machine: Machine, settings: Settings) -> list[Row]:
+    """Measure both codecs with every number of threads, and what bounds them, all in turn."""
+    with ExitStack() as stack:
+        crews = [stack.enter_context(Crew(threads)) for threads in settings.threads]
+        yardsticks = [Yardstick(pair, crew) for crew in crews]
+        ours = [{level: Ours(pair, level, crew) for level in LEVELS} for crew in crews]
+        contenders = {("limit", 0): machine.calls[_LIMITS["encode"]]}
+        for place, yardstick in enumerate(yardsticks):
+            contenders["yardstick", place] = yardstick.encode
+            contenders |= {(level, place): codec.encode for level, codec in ours[place].items()}
+        encode = medians(contenders, rounds=settings.rounds)
+        apply = _apply(pair, yardsticks, ours, machine, settings)
+    changed = pair.changed()
+    rows = []
+    for place, threads in enumerate(settings.threads):
+        row: Row = {"case": pair.name, "source": pair.source, "threads": threads, "bytes": pair.nbytes}
+        row |= {"changed": changed, "yardstick_stored": yardsticks[place].stored_bytes / pair.nbytes}
+        for what, taken in (("encode", encode), ("apply", apply)):
+            row[f"limit_{what}_gbps"] = machine.gbps(_LIMITS[what], taken["limit", 0])
+            row[f"yardstick_{what}_gbps"] = gigabytes(pair.nbytes, taken["yardstick", place])
+            for level in LEVELS:
+                row[f"{level}_{what}_gbps"] = gigabytes(pair.nbytes, taken[level, place])
+                row[f"{level}_{what}_ratio"] = taken["yardstick", place] / taken[level, place]
+        for level, codec in ours[place].items():
+            row[f"{level}_stored"] = codec.stored_bytes / pair.nbytes
+            row[f"{level}_stored_ratio"] = codec.stored_bytes / yardsticks[place].stored_bytes
+        rows.append(row)
+    return rows
 
 
-def _apply(pair: Pair, yardstick: Yardstick, ours: dict[str, Ours], settings: Settings) -> dict[str, float]:
+def _apply(
+    pair: Pair, yardsticks: list[Yardstick], ours: list[dict[str, Ours]], machine: Machine, settings: Settings
+) -> dict[tuple[str, int], float]:
     home = Path(tempfile.mkdtemp(dir=settings.directory))
     try:
-        yardstick.prepare()
-        in_place, *others = (Files(home / name, pair, files=yardstick.threads) for name in ("yardstick", *ours))
-        contenders: dict[str, Any] = {"yardstick": lambda: yardstick.apply(in_place)}
-        for codec, files, level in zip(ours.values(), others, ours, strict=True):
-            codec.prepare()
-            contenders[level] = lambda codec=codec, files=files: codec.apply(files)
+        in_place, *others = (Files(home / name, pair, files=max(settings.threads)) for name in ("yardstick", *LEVELS))
+        contenders: dict[tuple[str, int], Callable[[], object]] = {("limit", 0): machine.calls[_LIMITS["apply"]]}
+        for place, yardstick in enumerate(yardsticks):
+            yardstick.prepare()
+            contenders["yardstick", place] = partial(yardstick.apply, in_place)
+            for level, files in zip(LEVELS, others, strict=True):
+                ours[place][level].prepare()
+                contenders[level, place] = partial(ours[place][level].apply, files)
         found = medians(contenders, rounds=settings.rounds)
+        assert in_place.is_in_place(pair)
         assert all(files.is_new(pair) for files in others)
-        if settings.rounds % 2 == 0:  # one round to warm up, then an even number: an odd one ends at the new bytes
-            assert in_place.is_new(pair)
         return found
     finally:
         shutil.rmtree(home)
@@ -167,20 +176,21 @@ def _targets(rows: list[Row], found: dict[str, float], kernel: float) -> Iterato
         yield Target("stored, fast, f32 all changed", 1.0, dense[0]["fast_stored_ratio"], at_most=True)
     if same:
         yield Target("unchanged / two-stream read", 0.8, same[0]["fast_encode_gbps"] / found["two_stream_read"])
-    yield from _scaling(rows, found)
+    yield from _scaling(rows)
 
 
-def _scaling(rows: list[Row], found: dict[str, float]) -> Iterator[Target]:
+def _scaling(rows: list[Row]) -> Iterator[Target]:
     """All cores against one: 1.7 times, or 80 % of what all of them can do with the memory, whichever is less.
 
-    Encoding reads two streams; applying reads, hashes and writes files in the page cache.
+    Encoding reads two streams; applying reads, hashes and writes files in the page cache. Both limits are measured in
+    turn with what they bound.
     """
     pairs = {(row["case"], row["threads"]): row for row in rows}
     most = max(row["threads"] for row in rows) if rows else 1
     cases = [row["case"] for row in rows if row["threads"] == 1 and 0.009 < row["changed"] < 0.025]
     for case in cases if most > 1 else ():
         one, all_cores = pairs[case, 1], pairs[case, most]
-        for what, limit in (("encode", "two_stream_read_all"), ("apply", "file_copy_all")):
+        for what in _LIMITS:
             key = f"fast_{what}_gbps"
-            wanted = min(1.7, 0.8 * found[limit] / one[key])
+            wanted = min(1.7, 0.8 * all_cores[f"limit_{what}_gbps"] / one[key])
             yield Target(f"{what}, all cores / one, {case}", wanted, all_cores[key] / one[key])

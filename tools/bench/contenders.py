@@ -32,7 +32,7 @@ from deltastore.snapshot import snapshot_id
 from .pairs import write_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from deltastore.shadow import Run
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .pairs import Pair
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Content = Mapping[str, Bytes]
 
 __all__ = ["Files", "Ours", "Yardstick"]
 
@@ -53,17 +54,25 @@ _IDENTITY = PartIdentity("0" * 32, 1, "0" * 32, MODEL)
 class Files:
     """Two checkpoint directories with the old bytes, in the page cache: ``source`` is read, ``target`` written.
 
-    Each of about ``files`` files.
+    Each of about ``files`` files. ``patched``: whether what is patched in place holds the new bytes now.
     """
 
     def __init__(self, directory: Path, pair: Pair, *, files: int = 1) -> None:
         self.source = write_checkpoint(directory / "source", pair.schema, pair.old, files=files)
         self.target = write_checkpoint(directory / "target", pair.schema, pair.old, files=files)
+        self.patched = False
 
     def is_new(self, pair: Pair) -> bool:
         """Whether the target holds the new bytes."""
+        return self._holds(pair, pair.new)
+
+    def is_in_place(self, pair: Pair) -> bool:
+        """Whether the target, patched in place, holds what it ought to by now."""
+        return self._holds(pair, pair.new if self.patched else pair.old)
+
+    def _holds(self, pair: Pair, content: Content) -> bool:
         found = open_checkpoint(self.target)
-        return all(np.array_equal(found.tensor(spec.name), pair.new[spec.name]) for spec in pair.schema)
+        return all(np.array_equal(found.tensor(spec.name), content[spec.name]) for spec in pair.schema)
 
 
 def _shared_out(items: Iterable[tuple[_Item, int]], shares: Shares) -> list[list[_Item]]:
@@ -191,7 +200,6 @@ class Yardstick:
 
     def __init__(self, pair: Pair, crew: Crew) -> None:
         self.pair = pair
-        self.threads = crew.threads
         self._crew = crew
         self._shares = _shared_out(
             [(spec, spec.nbytes) for spec in pair.schema], Shares(pair.nbytes, workers=crew.threads)
@@ -199,7 +207,6 @@ class Yardstick:
         self._local = threading.local()
         self._deltas: list[XorDelta] = []
         self._old_checksums: list[str] = []
-        self._forward = True
         self.stored_bytes = 0
 
     def encode(self) -> None:
@@ -232,8 +239,8 @@ class Yardstick:
             for spec in share:
                 number = self.pair.schema.position(spec.name)
                 delta, (mapped, start, end) = self._deltas[number], places[spec.name]
-                wanted = delta.checksum if self._forward else self._old_checksums[number]
+                wanted = self._old_checksums[number] if files.patched else delta.checksum
                 self._local.decoder.apply(mapped[start:end], delta.frame, wanted, name=spec.name)
 
         self._crew.map(patch, self._shares)
-        self._forward = not self._forward
+        files.patched = not files.patched

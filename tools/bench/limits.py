@@ -22,11 +22,15 @@ from .report import Column, Section, rate, text
 from .timing import gigabytes, medians
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Self
+
     from .settings import Settings
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["limits", "limits_section"]
+__all__ = ["Machine", "limits", "limits_section"]
 
 _PIECE = 8 << 20
 _LOCAL = threading.local()
@@ -41,38 +45,58 @@ def _read_both(one: Any, other: Any) -> Any:
     return found
 
 
-def limits(settings: Settings) -> dict[str, float]:
-    """Return GB/s, on one thread except where told.
+class Machine:
+    """What the machine can do, as calls by name: to be measured alone, or in turn with what they bound.
 
-    ``memcpy`` counts the bytes copied; ``two_stream_read`` the bytes of one of two arrays that are read side by side,
-    as a comparison does; ``xxh3`` the bytes hashed; ``file_copy`` those read from one file in the page cache, hashed,
-    and written to another, a chunk at a time: what applying does but for the change itself; ``disk_write`` the bytes
-    written in order and made durable. Those with ``_all`` are of one thread a core together.
+    On one thread, but those with ``_all``, on one a core. ``memcpy`` copies; ``two_stream_read`` reads two arrays side
+    by side, as a comparison does, and counts the bytes of one; ``xxh3`` hashes; ``file_copy`` reads from one file in
+    the page cache, hashes, and writes to another, a chunk at a time: what applying does but for the change itself;
+    ``disk_write`` writes in order and waits for the disk.
     """
-    size = 32 << 20 if settings.quick else 256 << 20
-    one, other = np.full(size, 1, np.uint8), np.full(size, 2, np.uint8)
-    words = one.view(np.uint64), other.view(np.uint64)
-    threads = max(settings.threads)
-    shares = [slice(start, start + _PIECE) for start in range(0, size, _PIECE)]
-    with Crew(threads) as crew, ExitStack() as stack:
-        pairs = [_file_pair(settings.directory, one[: size // threads], stack) for _ in range(threads)]
+
+    def __init__(self, settings: Settings) -> None:
+        size = 32 << 20 if settings.quick else 256 << 20
+        one, other = np.full(size, 1, np.uint8), np.full(size, 2, np.uint8)
+        words = one.view(np.uint64), other.view(np.uint64)
+        threads = max(settings.threads)
+        shares = [slice(start, start + _PIECE) for start in range(0, size, _PIECE)]
+        self._rounds = settings.rounds
+        self._open = ExitStack()
+        crew = self._open.enter_context(Crew(threads))
+        pairs = [_file_pair(settings.directory, one[: size // threads], self._open) for _ in range(threads)]
         chunks = [(start, pair) for start in range(0, size // threads - CHUNK_BYTES + 1, CHUNK_BYTES) for pair in pairs]
-        found = medians(
-            {
-                "memcpy": lambda: np.copyto(one, other),
-                "memcpy_all": lambda: crew.map(lambda share: np.copyto(one[share], other[share]), shares),
-                "two_stream_read": lambda: _read_both(*words),
-                "two_stream_read_all": lambda: crew.map(lambda share: _read_both(*_of(words, share)), shares),
-                "xxh3": lambda: xxh3_128_digest(one.data),
-                "file_copy": lambda: [_copy_chunk(chunk) for chunk in chunks],
-                "file_copy_all": lambda: crew.map(_copy_chunk, chunks),
-                "disk_write": lambda: _write(settings.directory / "limit", one),
-            },
-            rounds=settings.rounds,
-        )
         copied = len(chunks) * CHUNK_BYTES
-    sizes = {"file_copy": copied, "file_copy_all": copied}
-    return {name: gigabytes(sizes.get(name, size), elapsed) for name, elapsed in found.items()}
+        self.calls: dict[str, Callable[[], object]] = {
+            "memcpy": lambda: np.copyto(one, other),
+            "memcpy_all": lambda: crew.map(lambda share: np.copyto(one[share], other[share]), shares),
+            "two_stream_read": lambda: _read_both(*words),
+            "two_stream_read_all": lambda: crew.map(lambda share: _read_both(*_of(words, share)), shares),
+            "xxh3": lambda: xxh3_128_digest(one.data),
+            "file_copy": lambda: [_copy_chunk(chunk) for chunk in chunks],
+            "file_copy_all": lambda: crew.map(_copy_chunk, chunks),
+            "disk_write": lambda: _write(settings.directory / "limit", one),
+        }
+        self._sizes = {name: copied if name.startswith("file_copy") else size for name in self.calls}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def gbps(self, name: str, elapsed: float) -> float:
+        """Return the rate of a call that took so many seconds, in GB/s."""
+        return gigabytes(self._sizes[name], elapsed)
+
+    def measure(self) -> dict[str, float]:
+        """Return GB/s of each call."""
+        return {name: self.gbps(name, elapsed) for name, elapsed in medians(self.calls, rounds=self._rounds).items()}
+
+
+def limits(settings: Settings) -> dict[str, float]:
+    """Return GB/s of everything that a ``Machine`` can do."""
+    with Machine(settings) as machine:
+        return machine.measure()
 
 
 def _file_pair(directory: Path, data: Bytes, stack: ExitStack) -> tuple[int, int]:
