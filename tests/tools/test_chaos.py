@@ -35,6 +35,7 @@ REFERENCE = ObjectRef("a/b", len(DATA), hasher("xxh3-128").of(DATA))
 DEADLINE = 4.0 if os.environ.get("DELTASTORE_THOROUGH") == "1" else 1.0
 # Time enough for a busy machine to make a client, which follows each refusal.
 TIMEOUT = 4.0
+PATIENCE = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,10 @@ def bare(request, s3, link):
 @pytest.fixture
 def retrying(bare, link, request):
     link[0].play([])
-    # What is only slow is waited for.
+    # What passes, or is only slow, is waited for.
     slow = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kind") is FaultKind.SLOW
-    yield RetryingBackend(bare, deadline=60 if slow else DEADLINE, first_pause=0.05)
+    lasts = request.node.originalname == "test_a_fault_that_lasts" and not slow
+    yield RetryingBackend(bare, deadline=DEADLINE if lasts else PATIENCE, first_pause=0.05)
     link[0].play([])
 
 
@@ -138,7 +140,7 @@ def test_a_fault_that_lasts(kind, retrying, link):
 @pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.DENY])
 def test_a_commit_under_each_fault(kind, bare, link):
     key = f"a/commit-{next(_names)}"
-    backend = RetryingBackend(bare, deadline=DEADLINE, first_pause=0.05)
+    backend = RetryingBackend(bare, deadline=PATIENCE, first_pause=0.05)
     link[0].play([rule(kind, "PUT", times=2), rule(kind, "GET", times=1, at=0)])
     data = DATA[:2000]
     for _ in range(3):
