@@ -21,7 +21,7 @@ from .part import ChunkRow
 from .patch import read_each, run_in_order, write_each
 from .replay import Fetch, replay
 from .snapshot import CHUNK_BYTES
-from .tensors import DeviceBytes
+from .tensors import DeviceBytes, HostBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +79,16 @@ def _cut(digests: Digests) -> list[bytes]:
     """Return each row's bytes."""
     size, data = digests.shape[1], digests.tobytes()
     return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def _in_a_row(data: Bytes, spec: TensorSpec, begin: int, stop: int) -> Bytes:
+    """Return what a tensor gave for some of its bytes, or a copy, that begins where its elements may."""
+    if data.size != stop - begin or not data.flags.c_contiguous:
+        raise PublishError(
+            f"{spec.name} gave {data.size} bytes for its bytes {begin} to {stop}, or not in a row.",
+            tensors=(spec.name,),
+        )
+    return aligned_copy(data) if address_of(data) % spec.width else data
 
 
 class Shadow:
@@ -180,20 +190,17 @@ class Shadow:
     def _encode_runs(self, runs: Iterable[Run], rows: list[ChunkRow]) -> None:
         """Encode runs that lie in the CPU's memory, those of one element width together."""
         widths: dict[int, list[tuple[int, ...]]] = {}
-        held = []
+        held: list[object] = []
         for position, content, first, end in runs:
             spec = self.schema.tensors[position]
             begin, stop = first * CHUNK_BYTES, spec.chunk_range(end - 1)[1]
-            new = content(begin, stop)
-            if new.size != stop - begin or not new.flags.c_contiguous:
-                raise PublishError(
-                    f"{spec.name} gave {new.size} bytes for its bytes {begin} to {stop}, or not in a row.",
-                    tensors=(spec.name,),
-                )
-            if address_of(new) % spec.width:
-                new = aligned_copy(new)
-            held.append(new)
-            start, address = int(self._starts[position]), address_of(new) - begin
+            address = content.at(begin) if type(content) is HostBytes else None
+            if address is None or address % spec.width:
+                held.append(new := _in_a_row(content(begin, stop), spec, begin, stop))
+                address = address_of(new)
+            else:
+                held.append(content)
+            start, address = int(self._starts[position]), address - begin
             found = widths.setdefault(spec.width, [])
             for chunk in range(first, end):
                 offset = chunk * CHUNK_BYTES

@@ -11,7 +11,7 @@ _MOST = 8 << 20
 AHEAD = 1
 #: What is encoded waits in memory until those before it are done: so many bytes are expected of all shares that run,
 #: and shares have so many together at the most, should everything change at once.
-_WAITING_BYTES = 48 << 20
+_WAITING_BYTES = 32 << 20
 _TOGETHER_BYTES = 256 << 20
 #: A share to encode has no more, and no less however many threads there are: one thread collects them all.
 _MOST_TO_ENCODE = 32 << 20

@@ -61,7 +61,7 @@ def test_batches_are_large_where_little_changes(workers: int) -> None:
     much = take_in(lambda _: 0.8, workers=workers).batches
     assert little[0] == much[0] == CHUNK_BYTES
     assert max(little) == 32 * MIB
-    assert max(much[4:]) <= 48 * MIB / (workers + 1) / 0.8 + CHUNK_BYTES
+    assert max(much[4:]) <= 32 * MIB / (workers + 1) / 0.8 + CHUNK_BYTES
 
 
 def test_batches_follow_what_the_last_ones_came_to() -> None:

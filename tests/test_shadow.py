@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from deltastore.shadow import Shadow
 from deltastore.snapshot import CHUNK_BYTES, Schema, TensorSpec
 from deltastore.spool import TemporarySpool
 from deltastore.storage.local import LocalBackend
-from deltastore.tensors import TensorInput
+from deltastore.tensors import HostBytes, TensorInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +90,16 @@ class Bench:
 def inputs(content: Content) -> Iterator[TensorInput]:
     for spec in SCHEMA:
         yield TensorInput(spec, lambda start, end, data=content[spec.name]: data[start:end])
+
+
+def as_host_bytes(data: np.ndarray) -> HostBytes:
+    """Return what the writer makes of a torch tensor over this memory."""
+    tensor = torch.from_numpy(data)
+    return HostBytes("tensor", tensor, tensor.data_ptr())
+
+
+def as_function(data: np.ndarray) -> Any:
+    return lambda start, end: data[start:end]
 
 
 @pytest.fixture
@@ -251,6 +262,29 @@ def test_chunks_that_cannot_be_led_back_let_nothing_be_published_upon_them(
     with pytest.raises(CorruptObject, match="not known"):
         bench.shadow.take_back(attempt.parts(SCHEMA), workers=1)
     attempt.abandon()
+
+
+@pytest.mark.parametrize("content", [as_host_bytes, as_function])
+@pytest.mark.parametrize("offset", range(9))
+def test_bytes_may_begin_anywhere(make: Any, content: Any, offset: int) -> None:
+    old = first(np.random.default_rng(12))
+    bench = make(old)
+    new = {name: data.copy() for name, data in old.items()}
+    for spec in SCHEMA:
+        if spec.nbytes:
+            new[spec.name][:: max(spec.nbytes // 20, 1)] ^= 5
+    memory = {}
+    for spec in SCHEMA:
+        memory[spec.name] = np.zeros(spec.nbytes + 16, np.uint8)[offset : offset + spec.nbytes]
+        memory[spec.name][:] = new[spec.name]
+    attempt, intake = bench.begin()
+    intake.take([TensorInput(spec, content(memory[spec.name])) for spec in SCHEMA], reusable=True)
+    digests = intake.finish()
+    attempt.end()
+    bench.shadow.advance(lambda: attempt.parts(SCHEMA), digests, workers=1)
+    attempt.wait_uploaded()
+    attempt.drop()
+    bench.holds(new)
 
 
 def test_a_tensor_that_gives_less_than_it_has_is_refused(make: Any) -> None:

@@ -40,5 +40,5 @@ def test_what_waits_is_bounded_whatever_it_comes_to(workers: int, come_to: float
     most = encoding_bytes(come_to, workers=workers)
     assert 4 << 20 <= most <= 32 << 20
     if most > 4 << 20:
-        assert (workers + 1) * most * come_to <= 48 << 20
+        assert (workers + 1) * most * come_to <= 32 << 20
         assert (workers + 1) * most <= 256 << 20

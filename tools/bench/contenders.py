@@ -28,8 +28,9 @@ from deltastore.replay import in_turn
 from deltastore.shadow import Shadow
 from deltastore.shares import Shares, encoding_bytes
 from deltastore.snapshot import snapshot_id
+from deltastore.tensors import named_tensors
 
-from .pairs import write_checkpoint
+from .pairs import as_tensors, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -128,6 +129,7 @@ class Ours:
     def _runs(self, content: Any, most: int) -> list[list[Run]]:
         """Return what threads are handed at a time: consecutive chunks of a tensor together."""
         schema = self.pair.schema
+        states = {given.spec.name: given for given in named_tensors(as_tensors(schema, content), schema)}
         sizes = [
             ((position, chunk), stop - start)
             for position, spec in enumerate(schema)
@@ -139,8 +141,8 @@ class Ours:
             runs: list[Run] = []
             for position, chunks in groupby(share, key=itemgetter(0)):
                 numbers = [chunk for _, chunk in chunks]
-                data = content[schema.tensors[position].name]
-                runs.append((position, lambda start, stop, data=data: data[start:stop], numbers[0], numbers[-1] + 1))
+                given = states[schema.tensors[position].name].bytes
+                runs.append((position, given, numbers[0], numbers[-1] + 1))
             shares.append(runs)
         return shares
 
