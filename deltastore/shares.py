@@ -6,6 +6,7 @@ from .snapshot import CHUNK_BYTES
 
 __all__ = ["AHEAD", "Shares", "encoding_bytes"]
 
+_LEAST = 2 * CHUNK_BYTES
 _MOST = 8 << 20
 #: Shares whose results nobody has taken yet, beyond one a thread.
 AHEAD = 1
@@ -13,22 +14,21 @@ AHEAD = 1
 #: and shares have so many together at the most, should everything change at once.
 _WAITING_BYTES = 32 << 20
 _TOGETHER_BYTES = 256 << 20
-#: A share to encode has no more, and no less however many threads there are: one thread collects them all.
+#: A share to encode has no more; and no less than any, however many threads there are: one thread collects them all.
 _MOST_TO_ENCODE = 32 << 20
-_LEAST_TO_ENCODE = 4 << 20
 
 
 def encoding_bytes(come_to: float, *, workers: int) -> int:
     """Return how many bytes a share may have that is encoded, and expected to come to this part of them."""
     together = _WAITING_BYTES / max(come_to, _WAITING_BYTES / _TOGETHER_BYTES)
-    return min(_MOST_TO_ENCODE, max(int(together / (workers + AHEAD)), _LEAST_TO_ENCODE))
+    return min(_MOST_TO_ENCODE, max(int(together / (workers + AHEAD)), _LEAST))
 
 
 class Shares:
     """Shares of ``nbytes`` bytes of work, small at both ends.
 
     A large one costs less to hand over. But with a small one the first result is there early, and at the end nobody
-    waits long for the last. ``most``: bytes that a share has at the most, a chunk at the least; it may be set anew
+    waits long for the last. ``most``: bytes that a share has at the most, two chunks at the least; it may be set anew
     between shares. Used from one thread.
     """
 
@@ -46,7 +46,7 @@ class Shares:
         most = min(self.most, self._taken)
         if self._workers > 1:
             most = min(most, self._left // (2 * self._workers))
-        return max(most, CHUNK_BYTES)
+        return max(most, _LEAST)
 
     def take(self, nbytes: int) -> None:
         """Count a share that was handed over."""

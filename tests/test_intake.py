@@ -59,7 +59,7 @@ def take_in(share: Callable[[int], float], *, workers: int) -> Recorder:
 def test_batches_are_large_where_little_changes(workers: int) -> None:
     little = take_in(lambda _: 0.02, workers=workers).batches
     much = take_in(lambda _: 0.8, workers=workers).batches
-    assert little[0] == much[0] == CHUNK_BYTES
+    assert little[0] == much[0] == 2 * CHUNK_BYTES
     assert max(little) == 32 * MIB
     assert max(much[4:]) <= 32 * MIB / (workers + 1) / 0.8 + CHUNK_BYTES
 
@@ -74,5 +74,5 @@ def test_batches_follow_what_the_last_ones_came_to() -> None:
 def test_the_attempt_hears_what_is_still_to_come() -> None:
     expected = take_in(lambda _: 0.1, workers=2).expected
     assert expected == sorted(expected, reverse=True)
-    assert expected[0] == pytest.approx((CHUNKS - 1) * 0.1 * CHUNK_BYTES, rel=0.01)
+    assert expected[0] == pytest.approx((CHUNKS - 2) * 0.1 * CHUNK_BYTES, rel=0.01)
     assert expected[-1] == 0
