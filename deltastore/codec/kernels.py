@@ -23,11 +23,13 @@ import numba
 import numpy as np
 
 from .lanes import (
-    BYTES,
     LANES,
+    at,
     changed_lanes,
     count_bits,
     equal_bytes,
+    fetch_kept,
+    fetch_once,
     jit,
     jit_step,
     keep_lanes,
@@ -66,8 +68,7 @@ ELEMENTS: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4:
 BLOCK = 1024
 #: Elements counted at a time, in lanes as narrow as they are: no byte overflows.
 _COUNTED = 128
-#: Changed elements of one vector that are listed without asking how many there are: a wrong guess of the branch
-#: costs more.
+#: Changed elements of 64 that are listed without asking how many there are: a wrong guess of the branch costs more.
 _UNASKED = 4
 
 
@@ -98,12 +99,12 @@ def list_lanes(mask: Any, start: int, positions: Array, found: int) -> int:
     """List the elements from ``start`` whose bits are set; returns the list's new length, 4 past which it may write."""
     end: int = found + count_bits(mask)
     for place in range(_UNASKED):
-        positions[found + place] = start + lowest_bit(mask)
-        mask = np.uint32(mask & (mask - np.uint32(1)))
+        positions[at(found + place)] = start + lowest_bit(mask)
+        mask &= mask - np.uint64(1)
     place = found + _UNASKED
     while mask:
-        positions[place] = start + lowest_bit(mask)
-        mask = np.uint32(mask & (mask - np.uint32(1)))
+        positions[at(place)] = start + lowest_bit(mask)
+        mask &= mask - np.uint64(1)
         place += 1
     return end
 
@@ -116,6 +117,12 @@ def keep(values: Array, out: Array, start: int, stop: int) -> None:
         keep_lanes(values, out, place)
     for i in range(whole, stop):
         out[i] = values[i]
+
+
+@numba.njit(nogil=True, inline="always")
+def _fetch_both(old: Array, new: Array, start: int) -> None:
+    fetch_kept(old, start)
+    fetch_once(new, start)
 
 
 @jit
@@ -131,22 +138,24 @@ def find_changes(
     """
     whole = old.size - old.size % LANES
     begin = 0
-    while begin + 4 * LANES <= whole:
-        one = changed_lanes(old, new, begin) | changed_lanes(old, new, begin + LANES)
-        other = changed_lanes(old, new, begin + 2 * LANES) | changed_lanes(old, new, begin + 3 * LANES)
-        if one | other:
+    while begin + 2 * LANES <= whole:
+        _fetch_both(old, new, begin)
+        _fetch_both(old, new, begin + LANES)
+        if changed_lanes(old, new, begin) | changed_lanes(old, new, begin + LANES):
             break
-        begin += 4 * LANES
+        begin += 2 * LANES
     found = 0
     block = begin
     while block < whole:
         stop = min(block + BLOCK, whole)
         first = found
         for start in range(block, stop, LANES):
+            _fetch_both(old, new, start)
             keep_lanes(new, kept, start)
             found = list_lanes(changed_lanes(old, kept, start), start, positions, found)
         for j in range(first, found):
-            differences[j] = old.dtype.type(kept[positions[j]] - old[positions[j]])
+            i = at(positions[at(j)])
+            differences[at(j)] = old.dtype.type(kept[i] - old[i])
         if found > limit or (hasty and stop <= begin + 4 * BLOCK and 2 * found > stop - begin):
             keep(old, kept, 0, begin)
             keep(new, kept, stop, new.size)
@@ -181,8 +190,8 @@ def list_changes(old: Array, new: Array, positions: Array) -> int:
 def count_zeros(raw: Array) -> int:
     """Count the zeros of a uint8 stream."""
     zeros = 0
-    whole = raw.size - raw.size % BYTES
-    for start in range(0, whole, BYTES):
+    whole = raw.size - raw.size % LANES
+    for start in range(0, whole, LANES):
         zeros += count_bits(equal_bytes(raw, start, 0))
     for i in range(whole, raw.size):
         zeros += raw[i] == 0
@@ -193,13 +202,13 @@ def count_zeros(raw: Array) -> int:
 def set_apart(raw: Array, flags: Array, values: Array) -> None:
     """Tell which bytes of a uint8 stream are not zero, one bit a byte, and list those bytes in order."""
     found = 0
-    whole = raw.size - raw.size % BYTES
-    for start in range(0, whole, BYTES):
+    whole = raw.size - raw.size % LANES
+    for start in range(0, whole, LANES):
         others = ~equal_bytes(raw, start, 0)
         for byte in range(8):
             flags[(start >> 3) + byte] = np.uint8((others >> np.uint64(8 * byte)) & np.uint64(255))
         while others:
-            values[found] = raw[start + lowest_bit(others)]
+            values[at(found)] = raw[at(start + lowest_bit(others))]
             found += 1
             others &= others - np.uint64(1)
     flags[whole >> 3 :] = 0
@@ -237,10 +246,10 @@ def write_gaps(positions: Array, gaps: Array) -> int:
     for j in range(positions.size):
         gap = positions[j] - following
         while gap >= 255:
-            gaps[length] = 255
+            gaps[at(length)] = 255
             length += 1
             gap -= 255
-        gaps[length] = np.uint8(gap)
+        gaps[at(length)] = np.uint8(gap)
         length += 1
         following = positions[j] + 1
     return length
@@ -310,7 +319,7 @@ def join_zeros(flags: Array, values: Array, out: Array) -> None:
         if start + 64 > out.size:
             word &= (np.uint64(1) << np.uint64(out.size - start)) - np.uint64(1)
         while word:
-            out[start + lowest_bit(word)] = values[min(found, last)]
+            out[at(start + lowest_bit(word))] = values[at(min(found, last))]
             found += 1
             word &= word - np.uint64(1)
 
@@ -369,8 +378,8 @@ def apply_sparse(out: Array, gaps: Array, differences: Array, inverse: bool) -> 
             return 1
         if found >= differences.size:
             return 2
-        difference = differences[found]
-        out[position] = out.dtype.type(out[position] - difference if inverse else out[position] + difference)
+        difference, i = differences[at(found)], at(position)
+        out[i] = out.dtype.type(out[i] - difference if inverse else out[i] + difference)
         position += 1
         found += 1
     if gaps.size and gaps[gaps.size - 1] == 255:

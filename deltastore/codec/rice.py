@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .lanes import BYTES, count_bits, equal_bytes, jit, jit_inline, jit_step, lowest_bit
+from .lanes import LANES, at, count_bits, equal_bytes, jit, jit_inline, jit_step, lowest_bit
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -69,7 +69,7 @@ def rank_changes(
     places = np.cumsum(changed) - changed  # where a class's next changed element goes
     active = np.nonzero(changed)[0][::-1]  # large exponents first: they are the common ones
     classes = np.empty(_BLOCK, np.uint8)
-    before = np.empty((256, _BLOCK // BYTES), np.int64)  # elements of a class in the block's vectors before this one
+    before = np.empty((256, _BLOCK // LANES), np.int64)  # elements of a class in the block's vectors before this one
     j = 0
     whole = old.size - old.size % _BLOCK
     for start in range(0, whole, _BLOCK):
@@ -78,21 +78,22 @@ def rank_changes(
         for c in active:
             row = before[c]
             rank = members[c]
-            for vector in range(_BLOCK // BYTES):
+            for vector in range(_BLOCK // LANES):
                 row[vector] = rank
-                rank += count_bits(equal_bytes(classes, vector * BYTES, c))
+                rank += count_bits(equal_bytes(classes, vector * LANES, c))
             seen += rank - members[c]
             members[c] = rank
             if seen == _BLOCK:
                 break
         while j < positions.size and positions[j] < start + _BLOCK:
-            i = positions[j] - start
-            c = np.int64(classes[i])
-            vector = i // BYTES
-            lower = (np.uint64(1) << np.uint64(i % BYTES)) - np.uint64(1)
-            rank = before[c, vector] + count_bits(np.uint64(equal_bytes(classes, vector * BYTES, c) & lower))
-            ranks[places[c]] = rank
-            ordered[places[c]] = differences[j]
+            i = at(positions[at(j)] - start)
+            c = at(classes[i])
+            vector = i // at(LANES)
+            lower = (np.uint64(1) << i % at(LANES)) - np.uint64(1)
+            rank = before[c, vector] + count_bits(np.uint64(equal_bytes(classes, vector * at(LANES), c) & lower))
+            place = at(places[c])
+            ranks[place] = rank
+            ordered[place] = differences[at(j)]
             places[c] += 1
             j += 1
     for i in range(whole, old.size):
@@ -116,8 +117,8 @@ def list_crossings(before: Array, positions: Array, differences: Array, crossing
     found = 0
     for j in range(positions.size):
         c = _class_of(before[j])
-        crossings[found] = positions[j]
-        classes[found] = c
+        crossings[at(found)] = positions[j]
+        classes[at(found)] = c
         found += c != _class_of(before[j] + differences[j])
     return found
 
@@ -182,7 +183,7 @@ def rice_bits(values: Array, counts: Array, parameters: Array) -> int:
     j = 0
     for run in range(counts.size):
         for _ in range(counts[run]):
-            bits += (values[j] >> parameters[run]) + parameters[run] + 1
+            bits += (values[at(j)] >> parameters[run]) + parameters[run] + 1
             j += 1
     return bits
 
@@ -198,10 +199,11 @@ def write_rice(values: Array, counts: Array, parameters: Array, out: Array) -> N
     for run in range(counts.size):
         k = parameters[run]
         for _ in range(counts[run]):
-            bit += values[j] >> k
-            code = np.uint32((((values[j] & ((1 << k) - 1)) << 1) | 1) << (bit & 7))  # at most 28 bits
+            value = values[at(j)]
+            bit += value >> k
+            code = np.uint32((((value & ((1 << k) - 1)) << 1) | 1) << (bit & 7))  # at most 28 bits
             for byte in range(4):
-                out[(bit >> 3) + byte] |= np.uint8((code >> np.uint32(8 * byte)) & np.uint32(255))
+                out[at((bit >> 3) + byte)] |= np.uint8((code >> np.uint32(8 * byte)) & np.uint32(255))
             bit += k + 1
             j += 1
 
@@ -211,7 +213,7 @@ def _window(stream: Array, bit: int) -> Any:
     """Return 57 bits of ``stream`` or more from ``bit``; eight bytes must be there."""
     word = np.uint64(0)
     for byte in range(8):
-        word |= np.uint64(stream[(bit >> 3) + byte]) << np.uint64(8 * byte)
+        word |= np.uint64(stream[at((bit >> 3) + byte)]) << np.uint64(8 * byte)
     return word >> np.uint64(bit & 7)
 
 
@@ -257,7 +259,7 @@ def read_rice(stream: Array, counts: Array, parameters: Array, limit: int, value
 def _lanes_of(classes: Array, first: int, size: int, c: int) -> Any:
     """Compare up to 64 classes of a block from ``first`` on; none beyond ``size``."""
     lanes = equal_bytes(classes, first, c)
-    if size < first + BYTES:
+    if size < first + LANES:
         lanes &= (np.uint64(1) << np.uint64(size - first)) - np.uint64(1)
     return lanes
 
@@ -268,7 +270,7 @@ def _change_events(
 ) -> None:
     """Change those elements of class ``c`` in a block that are its events; those end before number ``last``."""
     rank, event, due, following = state
-    for first in range(0, block.size, BYTES):
+    for first in range(0, block.size, LANES):
         lanes = _lanes_of(classes, first, block.size, c)
         end = rank + count_bits(lanes)
         while due < end:
@@ -289,7 +291,7 @@ def _change_others(
 ) -> None:
     """Change those elements of class ``c`` in a block that are not its events, as long as there are differences."""
     rank, event, due, following = state
-    for first in range(0, block.size, BYTES):
+    for first in range(0, block.size, LANES):
         lanes = _lanes_of(classes, first, block.size, c)
         while lanes:
             if rank == due:
@@ -342,7 +344,7 @@ def apply_ranked(
     for c in range(256):
         due = gaps[starts[c]] if starts[c] < starts[c + 1] else NEVER
         states[c] = (0, starts[c], due, first_difference[c])
-    classes = np.empty(_BLOCK + BYTES, np.uint8)
+    classes = np.empty(_BLOCK + LANES, np.uint8)
     crossing = 0
     for start in range(0, out.size, _BLOCK):
         block = out[start : start + _BLOCK]

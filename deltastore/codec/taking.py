@@ -16,7 +16,7 @@ from .applying import ChunkDecoder
 from .chunk import SPARSE_SHARE, ChunkEncoder
 from .encoding import Encoding
 from .kernels import BLOCK, ELEMENTS, list_lanes
-from .lanes import LANES, changed_lanes, jit, jit_inline
+from .lanes import LANES, at, changed_lanes, fetch_kept, fetch_once, jit, jit_inline
 from .libraries import hash_address, pointer, write_digest
 from .streams import changes_room, write_changes
 
@@ -50,6 +50,8 @@ def _take_changes(old: Array, new: Array, limit: int, positions: Array, differen
         stop = min(block + BLOCK, whole)
         listed = found
         for start in range(block, stop, LANES):
+            fetch_kept(old, start)
+            fetch_once(new, start)
             listed = list_lanes(changed_lanes(old, new, start), start, positions, listed)
         found = _take_listed(old, new, positions, found, listed, differences)
         if found and begin < 0:
@@ -73,11 +75,11 @@ def _take_changes(old: Array, new: Array, limit: int, positions: Array, differen
 def _take_listed(old: Array, new: Array, positions: Array, found: int, listed: int, differences: Array) -> int:
     """Take the elements listed from ``found`` on; one that changed back since it was listed is left out."""
     for j in range(found, listed):
-        i = positions[j]
+        i = at(positions[at(j)])
         value = new[i]
         difference = old.dtype.type(value - old[i])
-        positions[found] = i
-        differences[found] = difference
+        positions[at(found)] = i
+        differences[at(found)] = difference
         old[i] = value
         found += difference != 0
     return found
@@ -87,7 +89,7 @@ def _take_listed(old: Array, new: Array, positions: Array, found: int, listed: i
 def _give_back(out: Array, positions: Array, differences: Array) -> None:
     """Take differences away again that were taken."""
     for j in range(positions.size):
-        out[positions[j]] -= differences[j]
+        out[at(positions[at(j)])] -= differences[at(j)]
 
 
 @jit

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,13 +69,23 @@ def test_vectors_that_do_not_compile_are_found_out(monkeypatch: pytest.MonkeyPat
 @given(st.integers(0, 2**32 - 1), st.integers(0, 255))
 def test_both_kinds_of_steps_make_the_same_masks(seed: int, wanted: int) -> None:
     rng = np.random.default_rng(seed)
-    old = rng.integers(0, 65536, 32, np.uint16)
-    old.view(np.uint8)[rng.random(64) < 0.5] = wanted
-    new = np.where(rng.random(32) < 0.5, old, old + 1).astype(np.uint16)
-    changed = sum(1 << i for i in range(32) if old[i] != new[i])
-    equal = sum(1 << i for i, byte in enumerate(old.tobytes()) if byte == wanted)
+    old = rng.integers(0, 65536, 64, np.uint16)
+    old.view(np.uint8)[rng.random(128) < 0.5] = wanted
+    new = np.where(rng.random(64) < 0.5, old, old + 1).astype(np.uint16)
+    changed = sum(1 << i for i in range(64) if old[i] != new[i])
+    equal = sum(1 << i for i, byte in enumerate(old.tobytes()[:64]) if byte == wanted)
     assert lanes.plain_changed_lanes(old, new, 0) == changed
     assert lanes.plain_equal_bytes(old.view(np.uint8), 0, wanted) == equal
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_fetching_ahead_goes_past_the_end_of_the_memory_and_changes_nothing(width: int) -> None:
+    page = mmap.mmap(-1, mmap.PAGESIZE)  # what lies behind it may be nobody's
+    values = np.frombuffer(page, f"<u{width}")
+    values[:] = 7
+    for fetch in (lanes.vector_fetch_kept, lanes.vector_fetch_once, lanes.plain_fetch):
+        numba.njit(lambda values, start, fetch=fetch: fetch(values, start))(values, values.size - lanes.LANES)
+    assert (values == 7).all()
 
 
 def test_without_a_place_for_a_cache_kernels_are_compiled_in_each_process() -> None:
@@ -83,7 +95,7 @@ def test_without_a_place_for_a_cache_kernels_are_compiled_in_each_process() -> N
         "from deltastore.codec import lanes\n"
         "import numpy as np\n"
         "assert lanes.vectors_compile() is not None\n"
-        "lanes._try_vectors(np.zeros(32, np.uint16))\n"
+        "lanes._try_vectors(np.zeros(64, np.uint16))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
@@ -95,7 +107,7 @@ def test_without_a_place_for_a_cache_kernels_are_compiled_in_each_process() -> N
 @pytest.mark.parametrize("damage", ["torn", "unwritable"])
 def test_a_cache_that_fails_costs_time_and_nothing_else(damage: str, tmp_path: Path) -> None:
     # Only the kernels of this module are compiled: the others' caches are made by the same decorator.
-    code = "import numpy as np; from deltastore.codec import lanes; lanes._try_vectors(np.zeros(32, np.uint16))"
+    code = "import numpy as np; from deltastore.codec import lanes; lanes._try_vectors(np.zeros(64, np.uint16))"
     if damage == "unwritable":
         code = (
             "from numba.core import caching\n"
@@ -118,7 +130,7 @@ def test_a_kernel_is_compiled_anew_once_any_module_that_it_may_be_made_of_change
     package = tmp_path / "deltastore"
     shutil.copytree(ROOT / "deltastore", package, ignore=shutil.ignore_patterns("__pycache__"))
     code = (
-        "import numpy as np; from deltastore.codec import lanes; lanes._try_vectors(np.zeros(32, np.uint16))\n"
+        "import numpy as np; from deltastore.codec import lanes; lanes._try_vectors(np.zeros(64, np.uint16))\n"
         "print(sum(lanes._try_vectors.stats.cache_hits.values()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
