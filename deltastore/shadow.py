@@ -254,7 +254,7 @@ class Shadow:
         rows = []
         begin = 0
         for tensor, chunk, count, end, old, new in zip(*places, counts, ends, old_digests, new_digests, strict=True):
-            encoded = EncodedChunk(Encoding.SPARSE, count, taken.payloads[begin:end].tobytes())
+            encoded = EncodedChunk(taken.encoding(count), count, taken.payloads[begin:end].tobytes())
             rows.append(ChunkRow(tensor, chunk, encoded, old, new))
             begin = end
         return rows

@@ -15,7 +15,7 @@ from numba import carray  # type: ignore[attr-defined]
 from deltastore.digest import DEFAULT_HASH, hasher
 from deltastore.memory import address_of
 
-from .context import apply_contextual, contextual_scratch
+from .context import CONTEXTUAL_WIDTH, apply_contextual, contextual_scratch
 from .encoding import DamagedChunk, Encoding
 from .kernels import ELEMENTS, add_zigzag
 from .lanes import jit, jit_inline
@@ -42,7 +42,6 @@ _NOTHING, _DIGEST, _IN_CONTEXT = 0, 1, 2
 #: The columns of what was spent.
 _DECODE_NS, _DECODED_BYTES, _VERIFY_NS, _VERIFIED_BYTES = range(4)
 _XXH3_BYTES = 16
-_CONTEXTUAL_WIDTH = 2
 #: The length of a gap stream of one byte.
 _ONE_GAP = (1).to_bytes(4, "little")
 #: The number of an only chunk, and where it begins.
@@ -239,7 +238,7 @@ class ChunkDecoder:
         zstd = self._decompressor.handle
         tools = (_KINDS[width], self._room(reading_scratch(elements + elements // 255)), zstd, xxh3, CLOCK, spent)
         chunk, step, problem = _build(out, chunks, steps, digests, *tools)
-        while problem == _IN_CONTEXT and width == _CONTEXTUAL_WIDTH:
+        while problem == _IN_CONTEXT and width == CONTEXTUAL_WIDTH:
             began = time.perf_counter_ns()
             mine = out[chunks.starts[chunk] : chunks.stops[chunk]].view(np.uint16)
             problem = _apply_in_context(mine, steps, step, self._room(contextual_scratch(mine.size)), zstd)

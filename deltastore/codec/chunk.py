@@ -13,10 +13,10 @@ import numpy as np
 from deltastore.errors import UsageError
 
 from . import kernels
-from .context import encode_contextual
+from .context import CONTEXTUAL_FROM, CONTEXTUAL_SHARE, CONTEXTUAL_WIDTH, contextual_room, write_contextual
 from .encoding import LEVELS, EncodedChunk, Encoding
 from .kernels import ELEMENTS
-from .streams import StreamWriter
+from .streams import StreamWriter, changes_room, planes_room, write_changes, write_planes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,11 +29,6 @@ __all__ = ["SPARSE_SHARE", "ChunkEncoder", "warm_up"]
 
 #: At a quarter of the elements changed, a gap costs about as much as a plain difference: above, dense wins.
 SPARSE_SHARE = 4
-#: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
-_CONTEXTUAL_FROM = 256
-_CONTEXTUAL_SHARE = 2
-#: More elements than any chunk has.
-_ANY = 1 << 31
 
 
 def _elements(data: Bytes, width: int) -> Array:
@@ -107,8 +102,7 @@ class ChunkEncoder:
         return self._few(old_elements, self._positions[:changed], differences)
 
     def _find(self, old: Array, new: Array, *, hasty: bool) -> int:
-        contextual = self._contextual and new.itemsize == 2
-        limit = new.size // (_CONTEXTUAL_SHARE if contextual else SPARSE_SHARE)
+        limit = new.size // (CONTEXTUAL_SHARE if self._knows_contexts(new.itemsize) else SPARSE_SHARE)
         positions, differences = self._take_lists(limit, new.size, new.dtype)
         found: int = kernels.find_changes(old, new, self.kept.view(new.dtype), limit, positions, differences, hasty)
         return found
@@ -122,13 +116,11 @@ class ChunkEncoder:
             self._differences = np.empty(room * kind.itemsize, np.uint8)
         return self._positions, self._differences[: room * kind.itemsize].view(kind)
 
-    def _most_plain(self, width: int) -> int:
-        """Return how many changes, if few, are surely coded without contexts."""
-        return _CONTEXTUAL_FROM - 1 if self._contextual and width == 2 else _ANY
+    def _knows_contexts(self, width: int) -> bool:
+        return self._contextual and width == CONTEXTUAL_WIDTH
 
     def _suit_contexts(self, changed: int, elements: int, width: int) -> bool:
-        enough = self._contextual and width == 2 and changed >= _CONTEXTUAL_FROM
-        return enough and changed * _CONTEXTUAL_SHARE <= elements
+        return self._knows_contexts(width) and CONTEXTUAL_FROM <= changed <= elements // CONTEXTUAL_SHARE
 
     def _are_few(self, changed: int, elements: int, width: int) -> bool:
         return changed * SPARSE_SHARE <= elements or self._suit_contexts(changed, elements, width)
@@ -136,10 +128,12 @@ class ChunkEncoder:
     def _few(self, old: Array, positions: Positions, differences: Array) -> EncodedChunk:
         """Encode the change of a few elements, at least one, at known positions."""
         if self._suit_contexts(positions.size, old.size, old.itemsize):
-            return encode_contextual(old, positions, differences, self._streams)
-        self._streams.begin()
-        self._streams.append_changes(positions, differences, elements=old.size)
-        return EncodedChunk(Encoding.SPARSE, positions.size, self._streams.finish())
+            room = contextual_room(positions.size, old.size)
+            payload = self._streams.write(write_contextual, room, old, positions, differences)
+            return EncodedChunk(Encoding.CONTEXTUAL, positions.size, payload)
+        room = changes_room(positions.size, old.size, old.itemsize)
+        payload = self._streams.write(write_changes, room, positions, differences)
+        return EncodedChunk(Encoding.SPARSE, positions.size, payload)
 
     def change_at(self, old: Bytes, new: Bytes, positions: Positions, *, width: int) -> EncodedChunk | None:
         """Do what ``change`` does, without looking for the changed elements: they are those at ``positions``.
@@ -173,9 +167,8 @@ class ChunkEncoder:
         return self._pack(Encoding.DENSE, planes, changed)
 
     def _pack(self, encoding: Encoding, planes: Bytes, changed: int) -> EncodedChunk:
-        self._streams.begin()
-        self._streams.append_planes(planes)
-        return EncodedChunk(encoding, changed, self._streams.finish())
+        payload = self._streams.write(write_planes, planes_room(*planes.shape), planes)
+        return EncodedChunk(encoding, changed, payload)
 
     def _take_planes(self, values: Array) -> Bytes:
         return self._take_scratch(values.nbytes).reshape(values.itemsize, values.size)

@@ -7,70 +7,100 @@ and the gaps between changed ones get a Rice code that fits how often that expon
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import rice
-from .encoding import EncodedChunk, Encoding
-from .lanes import jit, jit_step
+from .lanes import at, jit, jit_step
 from .problems import CLASSES, CODES, EARLY, HEAD, RANKS
-from .streams import read_differences, read_number, read_stream, reading_scratch
+from .streams import (
+    most_stored,
+    read_differences,
+    read_number,
+    read_stream,
+    reading_scratch,
+    write_differences,
+    write_number,
+    write_stream,
+)
 
 if TYPE_CHECKING:
     from .libraries import Handle
-    from .streams import StreamWriter
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = ["apply_contextual", "contextual_scratch", "encode_contextual"]
+__all__ = [
+    "CONTEXTUAL_FROM",
+    "CONTEXTUAL_SHARE",
+    "CONTEXTUAL_WIDTH",
+    "apply_contextual",
+    "contextual_room",
+    "contextual_scratch",
+    "write_contextual",
+]
 
+#: Contexts pay for their table of classes from about this many changes on, and up to half of the elements.
+CONTEXTUAL_FROM = 256
+CONTEXTUAL_SHARE = 2
+CONTEXTUAL_WIDTH = 2
 _CLASSES = 256
 _MAX_K = 20
-_HEAD = struct.Struct("<IIIB")
-_HEAD_BYTES = _HEAD.size
+#: Three numbers and a Rice parameter.
+_HEAD_BYTES = 13
 
 
-def encode_contextual(old: Array, positions: Array, differences: Array, streams: StreamWriter) -> EncodedChunk:
-    """Encode the change of a chunk of 16-bit elements.
+@jit
+def contextual_room(count: int, elements: int) -> tuple[int, int]:
+    """Return the most bytes that ``count`` changes of so many elements take stored, and the scratch for them."""
+    streams = most_stored(7, 12 * _CLASSES + 2 * _codes_room(count, elements) + 4 * count)
+    return _HEAD_BYTES + streams, 5 * count + 24 * _CLASSES + 2 * _codes_room(count, elements)
+
+
+@jit_step
+def _write_codes(values: Array, counts: Array, parameters: Array) -> Array:
+    """Return the Rice codes of runs of ``values``."""
+    size = (rice.rice_bits(values, counts, parameters) + 7) >> 3
+    codes = np.zeros(size + 4, np.uint8)
+    rice.write_rice(values, counts, parameters, codes)
+    return codes[:size]
+
+
+@jit
+def write_contextual(
+    old: Array, positions: Array, differences: Array, scratch: Array, out: Array, end: int, zstd: Handle
+) -> int:
+    """Write the change of a chunk of 16-bit elements. Room: ``contextual_room``.
 
     ``positions``: int32, ascending, at least one: the changed elements; ``differences``: uint16, theirs.
     """
-    found = positions.size
-    before = old[positions]
-    changed, members = np.zeros((2, _CLASSES), np.int64)
+    count = positions.size
+    before = np.empty(count, np.uint16)
+    for j in range(count):
+        before[j] = old[at(positions[j])]
+    changed, members = np.zeros(_CLASSES, np.int64), np.zeros(_CLASSES, np.int64)
     rice.count_classes(before, changed)
-    ranks, ordered = np.empty(found, np.int32), np.empty(found, np.uint16)
+    ranks, ordered, gaps = np.empty(count, np.int32), np.empty(count, np.uint16), np.empty(count, np.int32)
     rice.rank_changes(old, positions, differences, changed, members, ranks, ordered)
-    gaps = np.empty(found, np.int32)
     events, inverted, parameters = np.empty((3, _CLASSES), np.int64)
-    gaps = gaps[: rice.list_events(ranks, changed, members, gaps, events, inverted, parameters)]
-    table = np.stack([changed, events * inverted, parameters + 32 * inverted]).astype("<u4")
-    bits = _write_rice(gaps, events, parameters)
-    crossings, crossing_classes = np.empty(found, np.int32), np.empty(found, np.uint8)
-    crossed = rice.list_crossings(before, positions, differences, crossings, crossing_classes)
+    listed = rice.list_events(ranks, changed, members, gaps, events, inverted, parameters)
+    codes = _write_codes(gaps[:listed], events, parameters)
+    classes = np.empty(count, np.uint8)
+    crossed = rice.list_crossings(before, positions, differences, gaps, classes)  # the gaps are written by now
     k = rice.rice_parameter(crossed, old.size)
-    crossing_gaps = np.diff(crossings[:crossed], prepend=np.int32(-1)) - np.int32(1)
-    crossing_bits = _write_rice(crossing_gaps, *_one_run(crossed, k))
-    streams.begin()
-    streams.put(_HEAD.pack(bits.size, crossed, crossing_bits.size, k))
-    streams.append(np.ascontiguousarray(table.view(np.uint8).reshape(-1, 4).T).reshape(-1), runs=True)
-    for stream in (bits, crossing_bits, crossing_classes[:crossed]):
-        streams.append(stream)
-    streams.append_differences(ordered)
-    return EncodedChunk(Encoding.CONTEXTUAL, found, streams.finish())
-
-
-def _one_run(count: int, k: int) -> tuple[Array, Array]:
-    return np.array([count]), np.array([k])
-
-
-def _write_rice(values: Array, counts: Array, parameters: Array) -> Array:
-    size = (rice.rice_bits(values, counts, parameters) + 7) // 8
-    out = np.zeros(size + 4, np.uint8)
-    rice.write_rice(values, counts, parameters, out)
-    return out[:size]
+    crossings = _write_codes(gaps[:crossed], np.full(1, crossed), np.full(1, k))
+    for number in (codes.size, crossed, crossings.size):
+        end = write_number(out, end, number)
+    out[end] = k
+    planes = np.empty((4, 3 * _CLASSES), np.uint8)
+    for c in range(_CLASSES):
+        for row, number in enumerate((changed[c], events[c] * inverted[c], parameters[c] + 32 * inverted[c])):
+            for byte in range(4):
+                planes[byte, row * _CLASSES + c] = np.uint8((number >> (8 * byte)) & 255)
+    end = write_stream(planes.reshape(-1), True, scratch, out, end + 1, zstd)
+    for stream in (codes, crossings, classes[:crossed]):
+        end = write_stream(stream, False, scratch, out, end, zstd)
+    return write_differences(ordered, scratch, out, end, zstd)
 
 
 @jit_step
@@ -173,9 +203,9 @@ def apply_contextual(
         return EARLY
     positions_size, crossings = read_number(payload, place), read_number(payload, place + 4)
     crossing_size, crossing_k = read_number(payload, place + 8), np.int64(payload[place + 12])
-    if crossings > changed or crossing_k > _MAX_K or max(positions_size, crossing_size) > _codes_room(elements.size):
-        return HEAD
     size = elements.size
+    if crossings > changed or crossing_k > _MAX_K or max(positions_size, crossing_size) > _codes_room(size, size):
+        return HEAD
     table, inverted = np.empty((3, _CLASSES), np.int64), np.empty(_CLASSES, np.uint8)
     place = _read_classes(payload, place + _HEAD_BYTES, changed, size, table, inverted, scratch, zstd)
     if place < 0:
@@ -195,15 +225,15 @@ def apply_contextual(
 
 
 @jit
-def _codes_room(elements: int) -> int:
-    """Return the most bytes of Rice codes that a chunk of so many elements may have.
+def _codes_room(count: int, elements: int) -> int:
+    """Return the most bytes of Rice codes that so many positions in a chunk of so many elements may have.
 
     A position costs at most its quotient, a stop bit and k bits, and all quotients together are below the chunk's
     length.
     """
-    return elements // 8 + elements * (_MAX_K + 1) // 8 + 1
+    return elements // 8 + count * (_MAX_K + 1) // 8 + 1
 
 
 def contextual_scratch(elements: int) -> int:
     """Return the scratch for reading a contextual chunk of so many elements."""
-    return reading_scratch(max(_codes_room(elements), elements, 12 * _CLASSES))
+    return reading_scratch(max(_codes_room(elements, elements), elements, 12 * _CLASSES))

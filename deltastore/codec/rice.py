@@ -108,18 +108,21 @@ def rank_changes(
 
 
 @jit
-def list_crossings(before: Array, positions: Array, differences: Array, crossings: Array, classes: Array) -> int:
+def list_crossings(before: Array, positions: Array, differences: Array, gaps: Array, classes: Array) -> int:
     """List the changed elements whose new value has another class; returns how many there are.
 
-    ``before``: their old values, uint16.
-    ``crossings``: int32, their places; ``classes``: uint8, their old classes. Both as long as ``positions``.
+    ``before``: their old values, uint16. Written: ``gaps``, int32: the elements between one and the next; ``classes``,
+    uint8: their old ones. Both as long as ``positions``.
     """
     found = 0
+    following = 0
     for j in range(positions.size):
         c = _class_of(before[j])
-        crossings[at(found)] = positions[j]
+        gaps[at(found)] = positions[j] - following
         classes[at(found)] = c
-        found += c != _class_of(before[j] + differences[j])
+        if c != _class_of(before[j] + differences[j]):
+            found += 1
+            following = positions[j] + 1
     return found
 
 

@@ -36,6 +36,8 @@ from .libraries import Compressor, compress, decompress
 from .problems import EARLY, FRAME, GAPS, LEFT_OVER, METHOD, OUTSIDE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .libraries import Handle
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -45,12 +47,18 @@ __all__ = [
     "StreamWriter",
     "apply_changes",
     "changes_room",
+    "most_stored",
+    "planes_room",
     "read_differences",
     "read_number",
     "read_stream",
     "read_values",
     "reading_scratch",
     "write_changes",
+    "write_differences",
+    "write_number",
+    "write_planes",
+    "write_stream",
 ]
 
 ZERO, RAW, ZSTD, APART = 0, 1, 2, 3
@@ -100,7 +108,8 @@ def changes_room(count: int, elements: int, width: int) -> tuple[int, int]:
 
 
 @jit_step
-def _write_number(out: Array, place: int, number: int) -> int:
+def write_number(out: Array, place: int, number: int) -> int:
+    """Write a u32le at a place; returns the place after it."""
     for byte in range(4):
         out[place + byte] = np.uint8((number >> (8 * byte)) & 255)
     return place + 4
@@ -109,7 +118,7 @@ def _write_number(out: Array, place: int, number: int) -> int:
 @jit_step
 def _write_head(out: Array, place: int, method: int, stored: int) -> int:
     out[place] = method
-    return _write_number(out, place + 1, stored)
+    return write_number(out, place + 1, stored)
 
 
 @jit_step
@@ -150,11 +159,17 @@ def _write_stream(raw: Array, bits: float, scratch: Array, out: Array, end: int,
 
 
 @jit
-def _write(raw: Array, runs: bool, scratch: Array, out: Array, end: int, zstd: Handle) -> int:
+def write_stream(raw: Array, runs: bool, scratch: Array, out: Array, end: int, zstd: Handle) -> int:
     """Write one stream. ``runs``: its zeros come in long runs, at which zstd is good."""
     if runs and count_zeros(raw) < raw.size:
         return _write_whole(raw, 0.0, out, end, zstd)
     return _write_stream(raw, 0.0, scratch, out, end, zstd)
+
+
+@jit
+def planes_room(planes: int, elements: int) -> tuple[int, int]:
+    """Return the most bytes that so many byte planes of so many elements take stored, and the scratch for them."""
+    return most_stored(3 * planes, planes * elements), 2 * elements
 
 
 @jit
@@ -183,70 +198,37 @@ def write_changes(positions: Array, differences: Array, scratch: Array, out: Arr
     """Write a sparse chunk: differences at ``positions`` (int32, ascending). Room: ``changes_room``."""
     room = positions.size + positions[positions.size - 1] // 255 + 1
     gaps = scratch[: write_gaps(positions, scratch[:room])]
-    end = _write_number(out, end, gaps.size)
+    end = write_number(out, end, gaps.size)
     end = _write_stream(gaps, 0.0, scratch[room:], out, end, zstd)
     return write_differences(differences, scratch, out, end, zstd)
 
 
 class StreamWriter:
-    """Writes streams one after another: ``begin``, any of the others, ``finish``. Not for several threads at once.
+    """Memory that kernels write the streams of one chunk to, and what they compress with. Not for several threads.
 
-    It takes writable arrays, and leaves them as they are: numba compiles a kernel anew for each mix of writable and
+    It is given writable arrays, and leaves them as they are: numba compiles a kernel anew for each mix of writable and
     read-only inputs.
     """
 
-    __slots__ = ("_compressor", "_end", "_out", "_scratch", "zstd")
+    __slots__ = ("_compressor", "_out", "_scratch", "zstd")
 
     def __init__(self) -> None:
         self._compressor = Compressor(**_ZSTD)
         self.zstd = self._compressor.handle
         self._out = self._scratch = np.empty(0, np.uint8)
-        self._end = 0
 
     def room(self, stored: int, scratch: int) -> tuple[Bytes, Bytes]:
-        """Return memory to write so many more bytes to, what was written before it, and scratch memory."""
+        """Return memory to write so many bytes to, and scratch memory."""
+        if self._out.size < stored:
+            self._out = np.empty(stored, np.uint8)
         if self._scratch.size < scratch:
             self._scratch = np.empty(scratch, np.uint8)
-        if self._out.size < self._end + stored:
-            larger = np.empty(self._end + stored, np.uint8)
-            larger[: self._end] = self._out[: self._end]
-            self._out = larger
         return self._out, self._scratch
 
-    def begin(self) -> None:
-        """Start anew."""
-        self._end = 0
-
-    def put(self, data: bytes) -> None:
-        """Write bytes as they are."""
-        out, _ = self.room(len(data), 0)
-        out[self._end : self._end + len(data)] = np.frombuffer(data, np.uint8)
-        self._end += len(data)
-
-    def append(self, raw: Bytes, *, runs: bool = False) -> None:
-        """Write the stream of ``raw`` (one-dimensional, contiguous). ``runs``: its zeros come in long runs."""
-        out, scratch = self.room(most_stored(3, raw.size), 2 * raw.size)
-        self._end = _write(raw, runs, scratch, out, self._end, self.zstd)
-
-    def append_planes(self, planes: Bytes) -> None:
-        """Write a stream for each byte plane: uint8 (width, elements)."""
-        width, elements = planes.shape
-        out, scratch = self.room(most_stored(3 * width, planes.size), 2 * elements)
-        self._end = write_planes(planes, scratch, out, self._end, self.zstd)
-
-    def append_differences(self, differences: Array) -> None:
-        """Write the streams of differences, none of them zero."""
-        out, scratch = self.room(*changes_room(differences.size, 0, differences.itemsize))
-        self._end = write_differences(differences, scratch, out, self._end, self.zstd)
-
-    def append_changes(self, positions: Array, differences: Array, *, elements: int) -> None:
-        """Write a sparse chunk of so many elements: differences at ``positions`` (int32, ascending), at least one."""
-        out, scratch = self.room(*changes_room(positions.size, elements, differences.itemsize))
-        self._end = write_changes(positions, differences, scratch, out, self._end, self.zstd)
-
-    def finish(self) -> bytes:
-        """Return what was written."""
-        return self._out[: self._end].tobytes()
+    def write(self, kernel: Callable[..., int], room: tuple[int, int], *content: Array) -> bytes:
+        """Return what a kernel writes of some content, which takes at most so much stored, and so much scratch."""
+        out, scratch = self.room(*room)
+        return out[: kernel(*content, scratch, out, 0, self.zstd)].tobytes()
 
 
 # Reading

@@ -14,6 +14,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from .applying import ChunkDecoder
 from .chunk import SPARSE_SHARE, ChunkEncoder
+from .context import CONTEXTUAL_FROM, CONTEXTUAL_SHARE, contextual_room, write_contextual
 from .encoding import Encoding
 from .kernels import BLOCK, ELEMENTS, list_lanes
 from .lanes import LANES, at, changed_lanes, fetch_kept, fetch_once, jit, jit_inline
@@ -28,15 +29,17 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["Spans", "Taken", "TakingEncoder", "give_back", "warm_up_taking"]
+__all__ = ["Spans", "Taken", "TakingEncoder", "give_back", "take_changes", "warm_up_taking"]
 
-#: What is encoded in one call waits in at least so many bytes of memory.
+#: What is encoded in one call waits in so many bytes of memory, beyond what a span may come to.
 _OUT_BYTES = 2 << 20
+#: More changes than there are.
+_NEVER = 1 << 31
 
 
 @jit
-def _take_changes(old: Array, new: Array, limit: int, positions: Array, differences: Array) -> int:
-    """List what changed, and make it the new value in ``old``.
+def take_changes(old: Array, new: Array, limit: int, positions: Array, differences: Array, follow: bool) -> int:
+    """List what changed and, if ``follow``, make it the new value in ``old``.
 
     Every element of ``new`` that is listed is read once more, and that value is the one that counts: whoever writes to
     it meanwhile cannot make ``old`` and the list disagree. ``positions``: int32 (limit + 1024 + 4,); ``differences``:
@@ -53,26 +56,30 @@ def _take_changes(old: Array, new: Array, limit: int, positions: Array, differen
             fetch_kept(old, start)
             fetch_once(new, start)
             listed = list_lanes(changed_lanes(old, new, start), start, positions, listed)
-        found = _take_listed(old, new, positions, found, listed, differences)
+        found = _take_listed(old, new, positions, found, listed, differences, follow)
         if found and begin < 0:
             begin = block
         if found > limit or (found and stop <= begin + 4 * BLOCK and 2 * found > stop - begin):
-            _give_back(old, positions[:found], differences)
+            if follow:
+                _give_back(old, positions[:found], differences)
             return -1
     listed = found
     for i in range(whole, old.size):
         if old[i] != new[i]:
             positions[listed] = i
             listed += 1
-    found = _take_listed(old, new, positions, found, listed, differences)
+    found = _take_listed(old, new, positions, found, listed, differences, follow)
     if found > limit:
-        _give_back(old, positions[:found], differences)
+        if follow:
+            _give_back(old, positions[:found], differences)
         return -1
     return found
 
 
 @jit_inline
-def _take_listed(old: Array, new: Array, positions: Array, found: int, listed: int, differences: Array) -> int:
+def _take_listed(
+    old: Array, new: Array, positions: Array, found: int, listed: int, differences: Array, follow: bool
+) -> int:
     """Take the elements listed from ``found`` on; one that changed back since it was listed is left out."""
     for j in range(found, listed):
         i = at(positions[at(j)])
@@ -80,7 +87,8 @@ def _take_listed(old: Array, new: Array, positions: Array, found: int, listed: i
         difference = old.dtype.type(value - old[i])
         positions[at(found)] = i
         differences[at(found)] = difference
-        old[i] = value
+        if follow:
+            old[i] = value
         found += difference != 0
     return found
 
@@ -93,10 +101,16 @@ def _give_back(out: Array, positions: Array, differences: Array) -> None:
 
 
 @jit
+def _follow(out: Array, positions: Array, differences: Array) -> None:
+    """Add differences."""
+    for j in range(positions.size):
+        out[at(positions[at(j)])] += differences[at(j)]
+
+
+@jit
 def _take_spans(
     old: Array,
     spans: Array,
-    most: int,
     positions: Array,
     differences: Array,
     scratch: Array,
@@ -109,20 +123,62 @@ def _take_spans(
 ) -> int:
     """Take spans, one after another, while ``out`` has room for what they may come to; returns how many were taken.
 
-    ``spans``: int64 (spans, 3): as in ``Spans``, but in elements. ``most``: changes that are few, if they are few in a
-    span. ``changed``, ``ends``, ``digests``: those of ``Taken``, a row a span.
+    ``spans``: int64 (spans, 3): as in ``Spans``, but in elements. ``changed``, ``ends``, ``digests``: those of
+    ``Taken``, a row a span.
     """
     end = np.int64(0)  # not a literal, for which numba would compile everything anew
     for span in range(spans.shape[0]):
         begin, size = spans[span, 0], spans[span, 2]
         before = old[begin : begin + size]
         after = carray(pointer(spans[span, 1]), (size,), old.dtype)
-        limit = min(size // SPARSE_SHARE, most)
+        limit = size // SPARSE_SHARE
         if out.size - end < changes_room(limit, size, old.itemsize)[0]:
             return span
-        found = _take_changes(before, after, limit, positions, differences)
+        found = take_changes(before, after, limit, positions, differences, True)
         if found > 0:
             end = write_changes(positions[:found], differences[:found], scratch, out, end, zstd)
+            if xxh3:
+                write_digest(xxh3, before, digests[span])
+        changed[span] = found
+        ends[span] = end
+    return spans.shape[0]
+
+
+@jit
+def _take_in_context(
+    old: Array,
+    spans: Array,
+    positions: Array,
+    differences: Array,
+    scratch: Array,
+    out: Array,
+    zstd: Handle,
+    xxh3: int,
+    changed: Array,
+    ends: Array,
+    digests: Array,
+) -> int:
+    """Do what ``_take_spans`` does with 16-bit elements, those of many changes in the context of their old values.
+
+    The old bytes follow once they are encoded: the old values are the context.
+    """
+    end = np.int64(0)
+    for span in range(spans.shape[0]):
+        begin, size = spans[span, 0], spans[span, 2]
+        before = old[begin : begin + size]
+        after = carray(pointer(spans[span, 1]), (size,), old.dtype)
+        found = take_changes(before, after, size // CONTEXTUAL_SHARE, positions, differences, False)
+        if found < CONTEXTUAL_FROM and found > size // SPARSE_SHARE:
+            found = -1
+        if found > 0:
+            mine, values = positions[:found], differences[:found]
+            if out.size - end < contextual_room(found, size)[0]:
+                return span
+            if found < CONTEXTUAL_FROM:
+                end = write_changes(mine, values, scratch, out, end, zstd)
+            else:
+                end = write_contextual(before, mine, values, scratch, out, end, zstd)
+            _follow(before, mine, values)
             if xxh3:
                 write_digest(xxh3, before, digests[span])
         changed[span] = found
@@ -147,9 +203,9 @@ class Taken(NamedTuple):
     """What became of spans ``first`` to ``first + len(changed)``.
 
     ``changed``: int32, elements that changed in each, or -1 where it takes a chunk encoder to say, and the old bytes
-    are as they were; ``ends``: int64, the byte of ``payloads`` after each one's own, which is sparse; ``digests``:
-    uint8 of shape (spans, 16), the new bytes' xxh3-128 where any changed, or ``None``. Valid until the encoder's next
-    use.
+    are as they were; ``ends``: int64, the byte of ``payloads`` after each one's own; ``digests``: uint8 of shape
+    (spans, 16), the new bytes' xxh3-128 where any changed, or ``None``. From ``contextual_from`` changes on a span is
+    contextual, else sparse. Valid until the encoder's next use.
     """
 
     first: int
@@ -157,6 +213,11 @@ class Taken(NamedTuple):
     ends: Array
     digests: Array | None
     payloads: Bytes
+    contextual_from: int
+
+    def encoding(self, changed: int) -> Encoding:
+        """Return how a span with so many changes is encoded."""
+        return Encoding.SPARSE if changed < self.contextual_from else Encoding.CONTEXTUAL
 
 
 class TakingEncoder(ChunkEncoder):
@@ -180,19 +241,22 @@ class TakingEncoder(ChunkEncoder):
         old = spans.old.view(kind)
         table = spans.table // (spans.width, 1, spans.width)
         largest = int(table[:, 2].max(initial=0))
-        most = self._most_plain(spans.width)
-        limit = min(largest // SPARSE_SHARE, most)
+        take, contextual_from, limit = _take_spans, _NEVER, largest // SPARSE_SHARE
+        if self._knows_contexts(spans.width):
+            take, contextual_from, limit = _take_in_context, CONTEXTUAL_FROM, largest // CONTEXTUAL_SHARE
+            stored, scratch = contextual_room(limit, largest)
+        else:
+            stored, scratch = changes_room(limit, largest, spans.width)
         lists = self._take_lists(limit, largest, kind)
-        stored, scratch = changes_room(limit, largest, spans.width)
-        self._streams.begin()
-        out, room = self._streams.room(max(stored, _OUT_BYTES), scratch)
+        out, room = self._streams.room(stored + _OUT_BYTES, scratch)
         tools = (*lists, room, out, self._streams.zstd, self._xxh3)
         changed, ends, digests = np.empty(count, np.int32), np.empty(count, np.int64), np.empty((count, 16), np.uint8)
         first = 0
         while first < count:
-            done = _take_spans(old, table[first:], most, *tools, changed[first:], ends[first:], digests[first:])
+            done = take(old, table[first:], *tools, changed[first:], ends[first:], digests[first:])
             found = slice(first, first + done)
-            yield Taken(first, changed[found], ends[found], digests[found] if self._xxh3 else None, out)
+            its_digests = digests[found] if self._xxh3 else None
+            yield Taken(first, changed[found], ends[found], its_digests, out, contextual_from)
             first += done
 
 
@@ -201,9 +265,9 @@ def give_back(spans: Spans, taken: Taken, decoder: ChunkDecoder) -> None:
     begin = 0
     for index in np.flatnonzero(taken.changed > 0).tolist():
         start, _, size = spans.table[taken.first + index].tolist()
-        end = int(taken.ends[index])
+        end, changed = int(taken.ends[index]), int(taken.changed[index])
         old, payload = spans.old[start : start + size], taken.payloads[begin:end].data
-        decoder.apply(old, Encoding.SPARSE, int(taken.changed[index]), payload, width=spans.width, inverse=True)
+        decoder.apply(old, taken.encoding(changed), changed, payload, width=spans.width, inverse=True)
         begin = end
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from deltastore.codec import LEVELS, Encoding
+from deltastore.codec import LEVELS, EncodedChunk, Encoding
 from deltastore.codec.applying import ChunkDecoder
 from deltastore.codec.chunk import ChunkEncoder
 from deltastore.codec.streams import StreamWriter
@@ -85,7 +85,7 @@ def test_what_fails_while_it_is_packed_leaves_the_old_bytes(monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(StreamWriter, "finish", fail)
+    monkeypatch.setattr(StreamWriter, "write", fail)
     old = np.arange(10_000, dtype=np.uint8)
     new = old.copy()
     new[[0, 700, 701, 9000]] += 3
@@ -107,14 +107,15 @@ def spans_of(cases: list[tuple[np.ndarray, np.ndarray]], width: int, *, apart: i
     return Spans(np.concatenate([old for old, _ in cases]), np.array(table, np.int64), width), after
 
 
-def rows_of(spans: Spans, taken: Taken) -> list[tuple[int, bytes, bytes, bytes]]:
-    """Return changes, payload, digest, and the bytes as they are now, of each span."""
+def rows_of(spans: Spans, taken: Taken) -> list[tuple[EncodedChunk, bytes, bytes]]:
+    """Return the encoding, the digest, and the bytes as they are now, of each span."""
     rows, begin = [], 0
     assert taken.digests is not None
     for index, (count, end) in enumerate(zip(taken.changed.tolist(), taken.ends.tolist(), strict=True)):
         start, _, size = spans.table[taken.first + index].tolist()
         now = spans.old[start : start + size].tobytes()
-        rows.append((count, taken.payloads[begin:end].tobytes(), taken.digests[index].tobytes(), now))
+        encoded = EncodedChunk(taken.encoding(count), count, taken.payloads[begin:end].tobytes())
+        rows.append((encoded, taken.digests[index].tobytes(), now))
         begin = end
     return rows
 
@@ -125,17 +126,18 @@ def check_spans(cases: list[tuple[np.ndarray, np.ndarray]], width: int, level: s
     taking = TakingEncoder(level, "xxh3-128")
     rows = [row for taken in taking.take_spans(spans) for row in rows_of(spans, taken)]
     assert len(rows) == len(cases)
-    for (old, new), (count, payload, digest, now) in zip(cases, rows, strict=True):
+    for (old, new), (found, digest, now) in zip(cases, rows, strict=True):
         expected = ChunkEncoder(level).change(old, new, width=width)
-        if count < 0:
+        if found.changed < 0:
             assert expected is not None
-            assert expected.encoding != Encoding.SPARSE or expected.changed * 5 > old.size // width
-            assert (payload, now) == (b"", old.tobytes())
-        elif count == 0:
+            few = (Encoding.SPARSE, Encoding.CONTEXTUAL)
+            assert expected.encoding not in few or expected.changed * 5 > old.size // width
+            assert (found.payload, now) == (b"", old.tobytes())
+        elif found.changed == 0:
             assert expected is None
-            assert (payload, now) == (b"", old.tobytes())
+            assert (found.payload, now) == (b"", old.tobytes())
         else:
-            assert expected == (Encoding.SPARSE, count, payload)
+            assert expected == found
             assert now == new.tobytes()
             assert digest == xxh3_128_digest(new)
     again, kept = spans_of(cases, width, apart=apart)
@@ -169,9 +171,8 @@ def test_chunks_that_fill_the_memory_for_what_was_encoded_are_taken_some_at_a_ti
         values[moved] += rng.integers(1, 1 << 62, moved.size).astype(values.dtype)
         cases.append((old, new))
     check_spans(cases, width, level)
-    if level == "fast":
-        spans, _after = spans_of(cases, width, apart=0)
-        assert len(list(TakingEncoder(level, "xxh3-128").take_spans(spans))) > 1
+    spans, _after = spans_of(cases, width, apart=0)
+    assert len(list(TakingEncoder(level, "xxh3-128").take_spans(spans))) > 1
 
 
 def test_no_spans_are_nothing_and_empty_ones_have_not_changed() -> None:
@@ -182,7 +183,8 @@ def test_no_spans_are_nothing_and_empty_ones_have_not_changed() -> None:
     assert taken.digests is None
 
 
-def test_what_is_written_to_meanwhile_leaves_bytes_digest_and_encoding_one() -> None:
+@pytest.mark.parametrize("level", sorted(LEVELS))
+def test_what_is_written_to_meanwhile_leaves_bytes_digest_and_encoding_one(level: str) -> None:
     """A trainer that does not keep its promise: whatever was taken, the three agree."""
     rng = np.random.default_rng(3)
     old = rng.integers(0, 256, 8 << 20, np.uint8)
@@ -196,17 +198,17 @@ def test_what_is_written_to_meanwhile_leaves_bytes_digest_and_encoding_one() -> 
             new[noise.integers(0, new.size, 20_000)] ^= 1
 
     table = np.array([(at, new.ctypes.data + at, 2 << 20) for at in range(0, new.size, 2 << 20)], np.int64)
-    taking, decoder = TakingEncoder("fast", "xxh3-128"), ChunkDecoder()
+    taking, decoder = TakingEncoder(level, "xxh3-128"), ChunkDecoder()
     writer = threading.Thread(target=scribble)
     writer.start()
     try:
         for _ in range(20):
             spans = Spans(old, table, 2)
             for taken in taking.take_spans(spans):
-                for index, (count, payload, digest, now) in enumerate(rows_of(spans, taken), taken.first):
+                for index, (found, digest, now) in enumerate(rows_of(spans, taken), taken.first):
                     out = base[index << 21 : (index + 1) << 21]
-                    if count > 0:
-                        decoder.apply(out, Encoding.SPARSE, count, memoryview(payload), width=2)
+                    if found.changed > 0:
+                        decoder.apply(out, found.encoding, found.changed, memoryview(found.payload), width=2)
                         assert digest == xxh3_128_digest(out)
                     assert out.tobytes() == now
     finally:
