@@ -258,7 +258,7 @@ def read_rice(stream: Array, counts: Array, parameters: Array, limit: int, value
     return bit
 
 
-@jit_step
+@jit_inline
 def _lanes_of(classes: Array, first: int, size: int, c: int) -> Any:
     """Compare up to 64 classes of a block from ``first`` on; none beyond ``size``."""
     lanes = equal_bytes(classes, first, c)
@@ -267,46 +267,65 @@ def _lanes_of(classes: Array, first: int, size: int, c: int) -> Any:
     return lanes
 
 
-@jit_step
+@jit_inline
 def _change_events(
-    block: Array, classes: Array, c: int, state: Array, gaps: Array, last: int, differences: Array, sign: Any
+    out: Array,
+    start: int,
+    size: int,
+    classes: Array,
+    c: int,
+    state: Array,
+    gaps: Array,
+    last: int,
+    differences: Array,
+    sign: Any,
 ) -> None:
     """Change those elements of class ``c`` in a block that are its events; those end before number ``last``."""
-    rank, event, due, following = state
-    for first in range(0, block.size, LANES):
-        lanes = _lanes_of(classes, first, block.size, c)
+    rank, event, due, following = state[c, 0], state[c, 1], state[c, 2], state[c, 3]
+    for first in range(0, size, LANES):
+        lanes = _lanes_of(classes, first, size, c)
         end = rank + count_bits(lanes)
         while due < end:
             while rank < due:
                 lanes &= lanes - np.uint64(1)
                 rank += 1
-            block[first + lowest_bit(lanes)] += sign * differences[following]
+            out[at(start + first + lowest_bit(lanes))] += sign * differences[at(following)]
             following += 1
             event += 1
-            due = due + 1 + gaps[event] if event < last else NEVER
+            due = due + 1 + gaps[at(event)] if event < last else NEVER
         rank = end
-    state[:] = (rank, event, due, following)
+    state[c, 0], state[c, 1], state[c, 2], state[c, 3] = rank, event, due, following
 
 
-@jit_step
+@jit_inline
 def _change_others(
-    block: Array, classes: Array, c: int, state: Array, gaps: Array, last: int, differences: Array, sign: Any
+    out: Array,
+    start: int,
+    size: int,
+    classes: Array,
+    c: int,
+    state: Array,
+    gaps: Array,
+    last: int,
+    differences: Array,
+    most: int,
+    sign: Any,
 ) -> None:
-    """Change those elements of class ``c`` in a block that are not its events, as long as there are differences."""
-    rank, event, due, following = state
-    for first in range(0, block.size, LANES):
-        lanes = _lanes_of(classes, first, block.size, c)
+    """Change those elements of class ``c`` in a block that are not its events, up to difference ``most``."""
+    rank, event, due, following = state[c, 0], state[c, 1], state[c, 2], state[c, 3]
+    for first in range(0, size, LANES):
+        lanes = _lanes_of(classes, first, size, c)
         while lanes:
             if rank == due:
                 event += 1
-                due = due + 1 + gaps[event] if event < last else NEVER
+                due = due + 1 + gaps[at(event)] if event < last else NEVER
             else:
-                if following < differences.size:
-                    block[first + lowest_bit(lanes)] += sign * differences[following]
+                if following < most:
+                    out[at(start + first + lowest_bit(lanes))] += sign * differences[at(following)]
                 following += 1
             lanes &= lanes - np.uint64(1)
             rank += 1
-    state[:] = (rank, event, due, following)
+    state[c, 0], state[c, 1], state[c, 2], state[c, 3] = rank, event, due, following
 
 
 @jit_inline
@@ -350,21 +369,21 @@ def apply_ranked(
     classes = np.empty(_BLOCK + LANES, np.uint8)
     crossing = 0
     for start in range(0, out.size, _BLOCK):
-        block = out[start : start + _BLOCK]
-        _write_classes(block, classes)
-        while inverse and crossing < crossings.size and crossings[crossing] < start + block.size:
+        size = min(_BLOCK, out.size - start)
+        _write_classes(out[start : start + size], classes)
+        while inverse and crossing < crossings.size and crossings[crossing] < start + size:
             classes[crossings[crossing] - start] = crossing_classes[crossing]
             crossing += 1
         seen = 0
         for c in active:
-            before = states[c, 0]
+            before, last = states[c, 0], starts[c + 1]
             if inverted[c]:
-                mine = differences[: first_difference[c + 1]]
-                _change_others(block, classes, c, states[c], gaps, starts[c + 1], mine, sign)
-            elif states[c, 1] < starts[c + 1]:
-                _change_events(block, classes, c, states[c], gaps, starts[c + 1], differences, sign)
+                most = first_difference[c + 1]
+                _change_others(out, start, size, classes, c, states, gaps, last, differences, most, sign)
+            elif states[c, 1] < last:
+                _change_events(out, start, size, classes, c, states, gaps, last, differences, sign)
             seen += states[c, 0] - before
-            if seen == block.size:
+            if seen == size:
                 break
     for c in range(256):
         if states[c, 3] != first_difference[c + 1] or states[c, 1] != starts[c + 1]:
