@@ -1,4 +1,4 @@
-"""Memory that begins where a cache line does, somebody else's memory, and files as memory."""
+"""Memory that begins where a cache line does, somebody else's memory, files as memory, and how large the cache is."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import ctypes
 import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-__all__ = ["ALIGNMENT", "address_of", "aligned_copy", "aligned_memory", "mapped_file", "memory_at"]
+__all__ = ["ALIGNMENT", "address_of", "aligned_copy", "aligned_memory", "last_cache_bytes", "mapped_file", "memory_at"]
 
 #: Bytes of a cache line.
 ALIGNMENT = 64
+#: Where Linux tells of one core's caches, a directory each.
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 _library = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _library.mmap, _library.munmap
@@ -72,3 +75,12 @@ def mapped_file(descriptor: int, size: int) -> Bytes:
     memory = _Memory(address, size)
     weakref.finalize(memory, _munmap, address, size).atexit = False
     return np.asarray(memory)
+
+
+def last_cache_bytes(caches: Path = _CACHES) -> int | None:
+    """Return how large the last cache before the memory is, of which cores may share one; ``None`` if nobody tells."""
+    try:
+        sizes = [(path / "size").read_text().strip() for path in caches.glob("index*")]
+    except OSError:
+        return None
+    return max((int(size[:-1]) << 10 for size in sizes if size[:-1].isdecimal() and size[-1] == "K"), default=None)

@@ -20,7 +20,7 @@ import numpy as np
 from .codec import Encoding
 from .codec.applying import ChunkDecoder, Chunks, Steps, Wrong
 from .errors import BaseMismatch, CorruptObject
-from .memory import ALIGNMENT, address_of, aligned_memory
+from .memory import ALIGNMENT, address_of, aligned_memory, last_cache_bytes
 from .shares import Shares
 from .snapshot import CHUNK_BYTES, chunk_spans, snapshot_id
 
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Patch", "Spent", "build", "default_workers", "read_each", "run_in_order", "seal", "write_each"]
 
+#: A last cache that holds what two cores build at once, and what they read and write meanwhile.
+_LARGE_CACHE = 16 << 20
 #: Bytes that are read, built and written at once. Between these steps Python's own memory has left the processor's
-#: caches, so few large spans cost less than many; larger ones do not stay in the last cache from one step to the next.
-_SPAN_BYTES = 2 * CHUNK_BYTES
+#: caches, so few large spans cost less than many; but they have to stay in the last cache from one step to the next.
+_SPAN_BYTES = CHUNK_BYTES * (1 if (last_cache_bytes() or _LARGE_CACHE) < _LARGE_CACHE else 2)
 _NONE = np.empty(0, np.int64)
 _NO_STEPS = Steps(_NONE, np.empty((0, 3), np.uint32), _NONE, _NONE, np.empty((0, 3), np.int64))
 
