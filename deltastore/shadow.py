@@ -189,7 +189,7 @@ class Shadow:
 
     def _encode_runs(self, runs: Iterable[Run], rows: list[ChunkRow]) -> None:
         """Encode runs that lie in the CPU's memory, those of one element width together."""
-        widths: dict[int, list[tuple[int, ...]]] = {}
+        widths: dict[int, list[tuple[int, ...]]] = {}  # columns as for ``_encode_spans``
         held: list[object] = []
         for position, content, first, end in runs:
             spec = self.schema.tensors[position]
@@ -200,62 +200,69 @@ class Shadow:
                 address = address_of(new)
             else:
                 held.append(content)
-            start, address = int(self._starts[position]), address - begin
+            start, address, number = (
+                int(self._starts[position]),
+                address - begin,
+                int(self.schema.first_chunk[position]),
+            )
             found = widths.setdefault(spec.width, [])
             for chunk in range(first, end):
                 offset = chunk * CHUNK_BYTES
                 size = min(offset + CHUNK_BYTES, stop) - offset
-                found.append((start + offset, address + offset, size, position, chunk))
+                found.append((start + offset, address + offset, size, position, chunk, number + chunk))
         for width, found in widths.items():
-            table = np.array(found, np.int64)
-            self._encode_spans(Spans(self._memory, table[:, :3], width), table[:, 3], table[:, 4], held, rows)
+            self._encode_spans(Spans(self._memory, np.array(found, np.int64), width, CHUNK_BYTES), held, rows)
 
-    def _encode_spans(self, spans: Spans, tensors: Array, chunks: Array, owner: object, rows: list[ChunkRow]) -> None:
+    def _encode_spans(self, spans: Spans, owner: object, rows: list[ChunkRow]) -> None:
         """Encode chunks of one width: together where they can be followed, and where much changed one by one.
 
-        ``owner`` keeps their new bytes where they are.
+        Three more columns of their table: a chunk's tensor, its number there, and among all. ``owner`` keeps their new
+        bytes where they are.
         """
         one_by_one: list[int] = []
-        numbers = self.schema.first_chunk[tensors] + chunks
+        places, numbers = spans.table[:, 3:5].tolist(), spans.table[:, 5]
         if self._follows:
             # Ahead until it is known what became of them: whatever fails meanwhile, nothing is published upon them.
             self._ahead[numbers] = True
             for taken in self._tools().encoder.take_spans(spans):
                 within = slice(taken.first, taken.first + len(taken.changed))
                 try:
-                    rows += self._rows(taken, numbers[within], tensors[within], chunks[within])
+                    rows += self._rows(taken, numbers[within], places[within])
                 except BaseException:
                     give_back(spans, taken, self._tools().decoder)
                     self._ahead[numbers[taken.first :]] = False
                     raise
-                self._ahead[numbers[within][taken.changed <= 0]] = False
-                one_by_one += (taken.first + np.flatnonzero(taken.changed < 0)).tolist()
+                self._ahead[numbers[within]] = taken.changed > 0
+                if taken.changed.min() < 0:
+                    one_by_one += (taken.first + np.flatnonzero(taken.changed < 0)).tolist()
         else:
-            one_by_one += range(len(chunks))
+            one_by_one += range(len(places))
         for index in one_by_one:
-            _, address, size = spans.table[index].tolist()
-            row = self._encode(int(tensors[index]), int(chunks[index]), memory_at(address, size, owner), None)
+            _, address, size, tensor, chunk, _ = spans.table[index].tolist()
+            row = self._encode(tensor, chunk, memory_at(address, size, owner), None)
             if row is not None:
                 rows.append(row)
 
-    def _rows(self, taken: Taken, numbers: Array, tensors: Array, chunks: Array) -> list[ChunkRow]:
-        """Return the rows of the chunks, with these numbers, that were taken."""
-        changed = np.flatnonzero(taken.changed > 0)
-        places = (tensors[changed].tolist(), chunks[changed].tolist())
-        counts, ends = taken.changed[changed].tolist(), taken.ends[changed].tolist()
-        old_digests = _cut(self.digests[numbers[changed]])
-        if taken.digests is not None:
-            new_digests = _cut(taken.digests[changed])
-        else:
-            new_digests = [
-                self.hash.digest(self.chunk(self.schema.tensors[tensor], chunk))
-                for tensor, chunk in zip(*places, strict=True)
-            ]
+    def _rows(self, taken: Taken, numbers: Array, places: list[list[int]]) -> list[ChunkRow]:
+        """Return the rows of the chunks, with these numbers and at these places, that were taken.
+
+        Python's own numbers and loops: after a batch the caches have neither these nor NumPy's code, of which each
+        further call costs some twenty microseconds.
+        """
+        counts, ends = taken.changed.tolist(), taken.ends.tolist()
+        old_digests = _cut(self.digests[numbers])
+        new_digests = _cut(taken.digests) if taken.digests is not None else None
         rows = []
         begin = 0
-        for tensor, chunk, count, end, old, new in zip(*places, counts, ends, old_digests, new_digests, strict=True):
-            encoded = EncodedChunk(taken.encoding(count), count, taken.payloads[begin:end].tobytes())
-            rows.append(ChunkRow(tensor, chunk, encoded, old, new))
+        for index, (tensor, chunk) in enumerate(places):
+            count, end = counts[index], ends[index]
+            if count > 0:
+                encoded = EncodedChunk(taken.encoding(count), count, taken.payloads[begin:end].tobytes())
+                if new_digests is not None:
+                    new = new_digests[index]
+                else:
+                    new = self.hash.digest(self.chunk(self.schema.tensors[tensor], chunk))
+                rows.append(ChunkRow(tensor, chunk, encoded, old_digests[index], new))
             begin = end
         return rows
 
@@ -290,9 +297,11 @@ class Shadow:
         for width in np.unique(self._widths[tensors]).tolist():
             of_width = self._widths[tensors] == width
             chosen = tensors[of_width]
-            columns = self._starts[chosen], address_of(tiny.data) + starts[of_width], self._sizes[chosen]
-            spans = Spans(self._memory, np.stack(columns, axis=1), width)
-            self._encode_spans(spans, chosen, np.zeros(len(chosen), np.int64), tiny.data, rows)
+            columns = (
+                *(self._starts[chosen], address_of(tiny.data) + starts[of_width], self._sizes[chosen]),
+                *(chosen, np.zeros_like(chosen), self.schema.first_chunk[chosen]),
+            )
+            self._encode_spans(Spans(self._memory, np.stack(columns, axis=1), width, TINY_BYTES), tiny.data, rows)
 
     def _encode_with_device(self, runs: Sequence[Run], rows: list[ChunkRow]) -> None:
         """Encode runs some of which lie on a device: where those changed is found there, for all of them together."""

@@ -123,12 +123,11 @@ def _take_spans(
 ) -> int:
     """Take spans, one after another, while ``out`` has room for what they may come to; returns how many were taken.
 
-    ``spans``: int64 (spans, 3): as in ``Spans``, but in elements. ``changed``, ``ends``, ``digests``: those of
-    ``Taken``, a row a span.
+    ``spans``: the table of ``Spans``; ``changed``, ``ends``, ``digests``: those of ``Taken``, a row a span.
     """
     end = np.int64(0)  # not a literal, for which numba would compile everything anew
     for span in range(spans.shape[0]):
-        begin, size = spans[span, 0], spans[span, 2]
+        begin, size = spans[span, 0] // old.itemsize, spans[span, 2] // old.itemsize
         before = old[begin : begin + size]
         after = carray(pointer(spans[span, 1]), (size,), old.dtype)
         limit = size // SPARSE_SHARE
@@ -164,7 +163,7 @@ def _take_in_context(
     """
     end = np.int64(0)
     for span in range(spans.shape[0]):
-        begin, size = spans[span, 0], spans[span, 2]
+        begin, size = spans[span, 0] // old.itemsize, spans[span, 2] // old.itemsize
         before = old[begin : begin + size]
         after = carray(pointer(spans[span, 1]), (size,), old.dtype)
         found = take_changes(before, after, size // CONTEXTUAL_SHARE, positions, differences, False)
@@ -189,14 +188,15 @@ def _take_in_context(
 class Spans(NamedTuple):
     """Stretches of bytes to take, each at most a chunk, of one element width.
 
-    ``old``: uint8 that holds the old bytes of all; ``table``: int64 (spans, 3), for each the byte of ``old`` where it
-    begins, the address of its new bytes, and its bytes, all of them multiples of ``width``. Somebody keeps the new
-    bytes where they are.
+    ``old``: uint8 that holds the old bytes of all; ``table``: int64 of three columns or more: for each the byte of
+    ``old`` where it begins, the address of its new bytes, and its bytes, all of them multiples of ``width``, and no
+    more than ``most``. Somebody keeps the new bytes where they are.
     """
 
     old: Bytes
     table: Array
     width: int
+    most: int
 
 
 class Taken(NamedTuple):
@@ -239,8 +239,7 @@ class TakingEncoder(ChunkEncoder):
         """
         kind, count = ELEMENTS[spans.width], len(spans.table)
         old = spans.old.view(kind)
-        table = spans.table // (spans.width, 1, spans.width)
-        largest = int(table[:, 2].max(initial=0))
+        largest = spans.most // spans.width
         take, contextual_from, limit = _take_spans, _NEVER, largest // SPARSE_SHARE
         if self._knows_contexts(spans.width):
             take, contextual_from, limit = _take_in_context, CONTEXTUAL_FROM, largest // CONTEXTUAL_SHARE
@@ -253,7 +252,7 @@ class TakingEncoder(ChunkEncoder):
         changed, ends, digests = np.empty(count, np.int32), np.empty(count, np.int64), np.empty((count, 16), np.uint8)
         first = 0
         while first < count:
-            done = take(old, table[first:], *tools, changed[first:], ends[first:], digests[first:])
+            done = take(old, spans.table[first:], *tools, changed[first:], ends[first:], digests[first:])
             found = slice(first, first + done)
             its_digests = digests[found] if self._xxh3 else None
             yield Taken(first, changed[found], ends[found], its_digests, out, contextual_from)
@@ -264,7 +263,7 @@ def give_back(spans: Spans, taken: Taken, decoder: ChunkDecoder) -> None:
     """Make the old bytes of spans that were taken the old ones again."""
     begin = 0
     for index in np.flatnonzero(taken.changed > 0).tolist():
-        start, _, size = spans.table[taken.first + index].tolist()
+        start, _, size = spans.table[taken.first + index, :3].tolist()
         end, changed = int(taken.ends[index]), int(taken.changed[index])
         old, payload = spans.old[start : start + size], taken.payloads[begin:end].data
         decoder.apply(old, taken.encoding(changed), changed, payload, width=spans.width, inverse=True)
@@ -278,6 +277,6 @@ def warm_up_taking(widths: Iterable[int]) -> None:
         old = np.zeros(64 * width, np.uint8)
         new = old.copy()
         new[0] = 1
-        spans = Spans(old, np.array([[0, new.ctypes.data, old.size]]), width)
+        spans = Spans(old, np.array([[0, new.ctypes.data, old.size]]), width, old.size)
         for taken in encoder.take_spans(spans):
             give_back(spans, taken, decoder)

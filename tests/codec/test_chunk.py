@@ -505,7 +505,7 @@ def test_what_was_warmed_up_compiles_nothing_more_for_real_chunks() -> None:
         "before = compiled()\n"
         "for width in widths:\n"
         "    old, new = change(width, 0.01)\n"
-        "    spans = taking.Spans(old, np.array([[0, new.ctypes.data, old.size]]), width)\n"
+        "    spans = taking.Spans(old, np.array([[0, new.ctypes.data, old.size]]), width, old.size)\n"
         "    taken = list(taking.TakingEncoder('fast', 'xxh3-128').take_spans(spans))\n"
         "print(compiled() - before)\n"
     )

@@ -104,7 +104,9 @@ def spans_of(cases: list[tuple[np.ndarray, np.ndarray]], width: int, *, apart: i
         after[place : place + new.size] = new
         start += old.size
         place += new.size + apart * width
-    return Spans(np.concatenate([old for old, _ in cases]), np.array(table, np.int64), width), after
+    return Spans(
+        np.concatenate([old for old, _ in cases]), np.array(table, np.int64), width, max(old.size for old, _ in cases)
+    ), after
 
 
 def rows_of(spans: Spans, taken: Taken) -> list[tuple[EncodedChunk, bytes, bytes]]:
@@ -176,9 +178,9 @@ def test_chunks_that_fill_the_memory_for_what_was_encoded_are_taken_some_at_a_ti
 
 
 def test_no_spans_are_nothing_and_empty_ones_have_not_changed() -> None:
-    nothing = Spans(np.empty(0, np.uint8), np.empty((0, 3), np.int64), 2)
+    nothing = Spans(np.empty(0, np.uint8), np.empty((0, 3), np.int64), 2, 0)
     assert not list(TakingEncoder().take_spans(nothing))
-    (taken,) = TakingEncoder().take_spans(Spans(np.empty(0, np.uint8), np.zeros((2, 3), np.int64), 2))
+    (taken,) = TakingEncoder().take_spans(Spans(np.empty(0, np.uint8), np.zeros((2, 3), np.int64), 2, 0))
     assert taken.changed.tolist() == [0, 0]
     assert taken.digests is None
 
@@ -203,7 +205,7 @@ def test_what_is_written_to_meanwhile_leaves_bytes_digest_and_encoding_one(level
     writer.start()
     try:
         for _ in range(20):
-            spans = Spans(old, table, 2)
+            spans = Spans(old, table, 2, 2 << 20)
             for taken in taking.take_spans(spans):
                 for index, (found, digest, now) in enumerate(rows_of(spans, taken), taken.first):
                     out = base[index << 21 : (index + 1) << 21]
