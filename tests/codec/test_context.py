@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import CONTEXTUAL, RAW, ZSTD
 
@@ -68,6 +68,47 @@ def test_the_reference_decodes_what_the_encoder_writes_both_ways(pair: tuple[byt
     assert reference.decode(new, CONTEXTUAL, changed, payload, 2, back=True) == old
     assert decode(old, changed, payload) == new
     assert decode(new, changed, payload, inverse=True) == old
+
+
+def guarded(size: int) -> tuple[np.ndarray, np.ndarray]:
+    buffer = np.full(size + 2 * GUARD, 0xA5, np.uint8)
+    return buffer[GUARD : GUARD + size], buffer
+
+
+@given(
+    st.one_of(st.integers(1, 300), st.sampled_from([4096, 65_536, 1 << 20])),
+    st.sampled_from(["one", "few", "half", "all"]),
+    st.sampled_from(["one class", "few classes", "every class"]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60)
+def test_a_change_takes_no_more_room_than_it_is_said_to(
+    size: int, share: str, values: str, crossing: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 65536, size, np.uint16)
+    if values != "every class":
+        old = (old & 0x807F) | (rng.integers(0, 1 if values == "one class" else 4, size) << 7).astype(np.uint16)
+    count = {"one": 1, "few": -(-size // 1000), "half": -(-size // 2), "all": size}[share]
+    positions = np.sort(rng.choice(size, count, replace=False)).astype(np.int32)
+    differences = rng.integers(1, 65536, count, np.uint16) if crossing else np.ones(count, np.uint16)
+    given_old = old.copy()
+    stored, scratch_bytes = contextual_room(count, size)
+    out, out_buffer = guarded(stored)
+    scratch, scratch_buffer = guarded(scratch_bytes)
+    writer = StreamWriter()
+    end = write_contextual(old, positions, differences, scratch, out, 0, writer.zstd)
+    assert end <= stored
+    for buffer in (out_buffer, scratch_buffer):
+        assert (buffer[:GUARD] == 0xA5).all()
+        assert (buffer[-GUARD:] == 0xA5).all()
+    assert (old == given_old).all()
+    new = old.copy()
+    new[positions] += differences
+    payload = out[:end].tobytes()
+    assert decode(old.tobytes(), count, payload) == new.tobytes()
+    assert decode(new.tobytes(), count, payload, inverse=True) == old.tobytes()
 
 
 @given(pairs(), st.sampled_from([0, 1, 5, 20]), st.integers(0, 3), st.sampled_from([RAW, ZSTD, None]))
