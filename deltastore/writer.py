@@ -231,7 +231,7 @@ class Writer:
         planner.follow(plan, lambda way: self._shadow.load(self.store, way, source, self._spool, workers=self._workers))
         self._spool.clear()
         warm_up(spec.width for spec in self._schema)
-        warm_up_taking(spec.width for spec in self._schema)
+        warm_up_taking((spec.width for spec in self._schema), level)
 
     def _take_over(self) -> None:
         """Commit a version that changes nothing: the writer before loses from now on, however long loading takes."""

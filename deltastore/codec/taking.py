@@ -270,9 +270,9 @@ def give_back(spans: Spans, taken: Taken, decoder: ChunkDecoder) -> None:
         begin = end
 
 
-def warm_up_taking(widths: Iterable[int]) -> None:
+def warm_up_taking(widths: Iterable[int], level: str = "fast") -> None:
     """Load or compile these kernels for element widths, so that the first real chunk does not wait for it."""
-    encoder, decoder = TakingEncoder(), ChunkDecoder()
+    encoder, decoder = TakingEncoder(level), ChunkDecoder()
     for width in sorted(set(widths)):
         old = np.zeros(64 * width, np.uint8)
         new = old.copy()
