@@ -141,7 +141,7 @@ def _apply(
 def _kernel(settings: Settings) -> float:
     """Return GB/s of a writer's comparison kernel over chunks of bf16 that changed by 1.5 %.
 
-    It lists positions and differences, and leaves the old bytes the new ones: it goes to and fro between the two.
+    It lists positions and differences, and leaves the old bytes the new ones: it goes back and forth between the two.
     """
     pair = make_pair("bf16", 0.015, settings.model_bytes(256, 16))
     most = CHUNK_BYTES // 2
