@@ -9,6 +9,7 @@ import pytest
 import reference
 from reference import DENSE, FULL, SPARSE
 
+import deltastore.patch
 from deltastore.codec import EncodedChunk, Encoding
 from deltastore.container import build_header, parse_header
 from deltastore.digest import hasher
@@ -262,7 +263,9 @@ def test_thirty_versions_back_in_one_pass_equal_the_first() -> None:
     assert Target(snapshots[30]).run(patch) == ZERO
 
 
-def test_a_tensor_of_many_chunks_is_built_chunk_by_chunk() -> None:
+@pytest.mark.parametrize("together", [1, 2])  # which of them depends on the machine's caches
+def test_a_tensor_of_many_chunks_is_built_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    monkeypatch.setattr(deltastore.patch, "_SPAN_BYTES", together * CHUNK_BYTES)
     schema = Schema([TensorSpec("a", "U8", (3,)), TensorSpec("m", "U8", (36 * CHUNK_BYTES + 9,))])
     old = np.arange(schema["m"].nbytes // 8 + 1, dtype="<u8").view(np.uint8)[: schema["m"].nbytes]
     new = old.copy()

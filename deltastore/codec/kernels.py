@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
 from .lanes import (
@@ -31,6 +30,7 @@ from .lanes import (
     fetch_kept,
     fetch_once,
     jit,
+    jit_inline,
     jit_step,
     keep_lanes,
     lowest_bit,
@@ -94,7 +94,7 @@ def count_many(old: Array, new: Array) -> tuple[int, int]:
     return changed, far
 
 
-@numba.njit(nogil=True, inline="always")
+@jit_inline
 def list_lanes(mask: Any, start: int, positions: Array, found: int) -> int:
     """List the elements from ``start`` whose bits are set; returns the list's new length, 4 past which it may write."""
     end: int = found + count_bits(mask)
@@ -119,7 +119,7 @@ def keep(values: Array, out: Array, start: int, stop: int) -> None:
         out[i] = values[i]
 
 
-@numba.njit(nogil=True, inline="always")
+@jit_inline
 def _fetch_both(old: Array, new: Array, start: int) -> None:
     fetch_kept(old, start)
     fetch_once(new, start)
